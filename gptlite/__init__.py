@@ -1,0 +1,58 @@
+"""gptlite: a small decoder-only language model package in Equinox.
+
+    text -> tokens -> batches -> model -> loss -> update -> checkpoint -> generated text
+
+Every public function's shapes are annotated with jaxtyping; the import hook below has
+beartype check them while JAX traces, so a wrong shape is an error that names the function,
+the argument and the axes, and costs nothing once compiled.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+import jaxtyping as _jaxtyping
+
+# gptlite.config is left out: it speaks in sentences of its own, and must import at once.
+_jaxtyping.install_import_hook(
+    [f"gptlite.{room}" for room in ("text", "nn", "models", "training", "generation")],
+    "beartype.beartype",
+)
+
+if TYPE_CHECKING:
+    from gptlite.config import Config, ModelConfig, SamplingConfig, UserError
+    from gptlite.generation.generate import generate
+    from gptlite.models.gpt import GPT
+    from gptlite.models.summary import summary
+    from gptlite.training.run import load_run
+    from gptlite.training.loop import fit
+
+_HOMES = {
+    "Config": "config",
+    "ModelConfig": "config",
+    "SamplingConfig": "config",
+    "UserError": "config",
+    "GPT": "models.gpt",
+    "summary": "models.summary",
+    "fit": "training.loop",
+    "load_run": "training.run",
+    "generate": "generation.generate",
+}
+
+__all__ = [
+    "GPT",
+    "Config",
+    "ModelConfig",
+    "SamplingConfig",
+    "UserError",
+    "fit",
+    "generate",
+    "load_run",
+    "summary",
+]
+
+
+def __getattr__(name: str):
+    # Names are imported when first used: `train.py --help` must not wait for JAX.
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"gptlite.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'gptlite' has no attribute {name!r}")

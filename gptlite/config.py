@@ -1,0 +1,393 @@
+"""Every knob, once: the field's docstring below it is its line in `python train.py --help`.
+
+This module imports nothing heavy, so that `--help` answers at once.
+"""
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+
+class UserError(ValueError):
+    """Something the user asked for cannot be done. The message is a full sentence to show."""
+
+
+def require(holds: bool, sentence: str) -> None:
+    """Raise `UserError(sentence)` unless `holds`."""
+    if not holds:
+        raise UserError(sentence)
+
+
+def require_range(name: str, value: float, low: float, high: float = math.inf) -> None:
+    """Raise `UserError` unless `low <= value <= high` (NaN is never in range)."""
+    bound = f"at least {low}" if high == math.inf else f"between {low} and {high}"
+    require(low <= value <= high and value != math.inf, f"{name} must be {bound}, got {value}.")
+
+
+NormName = Literal["rms", "layer"]
+MLPName = Literal["gelu", "silu", "relu", "relu2", "swiglu"]
+PositionsName = Literal["rotary", "learned", "sinusoidal", "none"]
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where the text comes from and how it becomes tokens."""
+
+    corpus: str = "auto"
+    """`shakespeare` (TinyShakespeare), `pydoc` (Python's own documentation, needs no network),
+    a UTF-8 text file, a folder of .txt files, or `hf:NAME[:SPLIT[:COLUMN]]` (a Hugging Face
+    dataset). `auto` is shakespeare, or pydoc where that cannot be had."""
+
+    tokenizer: str = "char"
+    """`char` (the text's own characters), `byte` (UTF-8), or `tiktoken:NAME`, e.g.
+    `tiktoken:gpt2`."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of the network and which blocks it is built from."""
+
+    n_layers: int = 4
+    """Blocks in the stack."""
+
+    n_heads: int = 4
+    """Attention heads; must divide d_model."""
+
+    d_model: int = 128
+    """Width of the residual stream."""
+
+    d_ff: int | None = None
+    """Width inside the MLP. None: 4 d_model, or for swiglu, which has a third matrix, 8/3 d_model
+    rounded up to a multiple of 8."""
+
+    context_length: int = 128
+    """Tokens that the model sees at once, in training and in generation."""
+
+    norm: NormName = "rms"
+    """RMSNorm or LayerNorm, before attention, before the MLP and before the head."""
+
+    mlp: MLPName = "relu2"
+    """The MLP's nonlinearity; swiglu adds a gate."""
+
+    positions: PositionsName = "rotary"
+    """How the model knows where a token stands."""
+
+    qk_norm: bool = True
+    """RMS-normalise queries and keys before their product."""
+
+    bias: bool = False
+    """Biases in linear layers and LayerNorms."""
+
+    tied_head: bool = False
+    """Use the embedding matrix as the output head too."""
+
+    dropout: float = 0.0
+    """Share of activations dropped in training: after the embedding, on attention weights and on
+    what attention and MLP add to the residual stream."""
+
+    init: Literal["zero", "gpt2"] = "zero"
+    """zero: matrices scaled by their input width, those that write to the residual stream or the
+    logits start at zero. gpt2: standard deviation 0.02, residual writers / sqrt(2 n_layers)."""
+
+    stack: Literal["unrolled", "scan"] = "unrolled"
+    """Run the layers one by one (fastest to run on a CPU) or by lax.scan (fastest to compile).
+    The result is the same."""
+
+    def __post_init__(self):
+        for name in ("n_layers", "n_heads", "d_model", "context_length"):
+            require_range(f"model.{name}", getattr(self, name), 1)
+        if self.d_ff is not None:
+            require_range("model.d_ff", self.d_ff, 1)
+        require_range("model.dropout", self.dropout, 0.0, 0.99)
+        require(
+            self.d_model % self.n_heads == 0,
+            f"model.d_model must be a multiple of model.n_heads, got d_model {self.d_model} "
+            f"and n_heads {self.n_heads}.",
+        )
+        require(
+            self.positions != "rotary" or self.d_head % 2 == 0,
+            "Rotary positions rotate pairs of channels, so d_model / n_heads must be even, got "
+            f"{self.d_model} / {self.n_heads} = {self.d_head}.",
+        )
+        require(
+            self.positions != "sinusoidal" or self.d_model % 2 == 0,
+            "Sinusoidal positions come in pairs of sine and cosine, so d_model must be even, got "
+            f"{self.d_model}.",
+        )
+
+    @property
+    def d_head(self) -> int:
+        """Width of one attention head."""
+        return self.d_model // self.n_heads
+
+    @property
+    def d_hidden(self) -> int:
+        """Width inside the MLP, with the default filled in."""
+        if self.d_ff is not None:
+            return self.d_ff
+        return -(-8 * self.d_model // 3 // 8) * 8 if self.mlp == "swiglu" else 4 * self.d_model
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """How gradients become updates."""
+
+    name: Literal["muon", "adamw"] = "muon"
+    """muon: orthogonalised momentum for the matrices inside the blocks, Adam for the rest.
+    adamw: Adam for everything."""
+
+    learning_rate: float = 0.02
+    """Peak learning rate (with muon: that of the matrices)."""
+
+    adam_learning_rate: float = 0.01
+    """With muon: peak learning rate of embedding, head, gains and biases."""
+
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "wsd"
+    """After the warm-up: cosine or straight line down to the end, constant, or
+    warm-up-stable-decay (constant, then a straight line down)."""
+
+    warmup_fraction: float = 0.03
+    """Share of all steps over which the learning rate rises from 0 to its peak."""
+
+    decay_fraction: float = 0.5
+    """With wsd: share of all steps, at the end, over which the learning rate falls."""
+
+    final_fraction: float = 0.0
+    """The last learning rate as a share of the peak."""
+
+    beta1: float = 0.9
+    """Adam's decay of the mean of gradients (muon's own momentum is 0.95)."""
+
+    beta2: float = 0.95
+    """Adam's decay of the mean of squared gradients."""
+
+    weight_decay: float = 0.0
+    """Decoupled weight decay, times the learning rate, on matrices and embeddings only."""
+
+    clip_norm: float | None = None
+    """Scale the gradient down to this global norm when it is larger. None: never."""
+
+    def __post_init__(self):
+        require_range("optimizer.learning_rate", self.learning_rate, 0.0)
+        require_range("optimizer.adam_learning_rate", self.adam_learning_rate, 0.0)
+        for name in ("warmup_fraction", "decay_fraction", "final_fraction"):
+            require_range(f"optimizer.{name}", getattr(self, name), 0.0, 1.0)
+        if self.schedule == "wsd":
+            require(
+                self.warmup_fraction + self.decay_fraction <= 1.0,
+                "optimizer.warmup_fraction and optimizer.decay_fraction must add up to at most 1, "
+                f"got {self.warmup_fraction} and {self.decay_fraction}.",
+            )
+        for name in ("beta1", "beta2"):
+            require_range(f"optimizer.{name}", getattr(self, name), 0.0, 0.999999)
+        require_range("optimizer.weight_decay", self.weight_decay, 0.0)
+        if self.clip_norm is not None:
+            require(
+                0.0 < self.clip_norm < math.inf,
+                f"optimizer.clip_norm must be a positive number or None, got {self.clip_norm}.",
+            )
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """How long, in what portions, and how often to look."""
+
+    steps: int = 1000
+    """Optimizer steps."""
+
+    batch_size: int = 16
+    """Windows of context_length tokens in one step."""
+
+    accumulation: int = 1
+    """Compute a step's gradient in this many equal parts, one after the other (less memory, same
+    result); must divide batch_size."""
+
+    label_smoothing: float = 0.0
+    """Share of the target's probability spread over the whole vocabulary (training only)."""
+
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format of activations and matrix products; parameters, norms, softmax, loss and
+    optimizer stay in float32. bfloat16 pays on hardware that has it."""
+
+    steps_per_dispatch: int = 20
+    """Steps inside one compiled call; metrics are written once a call."""
+
+    eval_every: int = 250
+    """Evaluate (and sample a few lines) every so many steps, and at the end."""
+
+    sample_tokens: int = 128
+    """Length of the text sampled at each evaluation; 0 for none."""
+
+    seed: int = 0
+    """The run is a pure function of the config, this seed included."""
+
+    def __post_init__(self):
+        for name in ("steps", "batch_size", "accumulation", "steps_per_dispatch", "eval_every"):
+            require_range(f"training.{name}", getattr(self, name), 1)
+        require_range("training.sample_tokens", self.sample_tokens, 0)
+        require_range("training.label_smoothing", self.label_smoothing, 0.0, 0.99)
+        require_range("training.seed", self.seed, 0, 2**31 - 1)
+        require(
+            self.batch_size % self.accumulation == 0,
+            "training.accumulation must divide training.batch_size, got accumulation "
+            f"{self.accumulation} and batch_size {self.batch_size}.",
+        )
+
+
+@dataclass(frozen=True)
+class Config:
+    """All of a run's knobs."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How the next token is drawn. The filters apply in this order, each to what the one before
+    it left."""
+
+    temperature: float = 1.0
+    """Divides the logits: below 1 safer, above 1 wilder."""
+
+    top_k: int | None = None
+    """Draw only from the k most probable tokens."""
+
+    top_p: float | None = None
+    """Draw only from the fewest most probable tokens that together reach probability p."""
+
+    min_p: float | None = None
+    """Draw only from tokens at least this share as probable as the most probable one."""
+
+    greedy: bool = False
+    """Always take the most probable token."""
+
+    def __post_init__(self):
+        require(
+            0.0 < self.temperature < math.inf,
+            f"temperature must be a positive number, got {self.temperature} (for the most "
+            "probable token every time, use greedy).",
+        )
+        if self.top_k is not None:
+            require_range("top_k", self.top_k, 1)
+        require(
+            self.top_p is None or 0.0 < self.top_p <= 1.0,
+            f"top_p must be above 0 and at most 1, got {self.top_p}.",
+        )
+        if self.min_p is not None:
+            require_range("min_p", self.min_p, 0.0, 1.0)
+
+
+# nanoGPT's hyper-parameters for a small AdamW run. Its learning rate falls to a tenth.
+_NANOGPT_OPTIMIZER = OptimizerConfig(
+    name="adamw",
+    learning_rate=1e-3,
+    schedule="cosine",
+    warmup_fraction=0.05,
+    final_fraction=0.1,
+    beta1=0.9,
+    beta2=0.99,
+    weight_decay=0.1,
+    clip_norm=1.0,
+)
+
+# GPT-2's block (Radford et al., 2019): learned positions, pre-LayerNorm, GELU, biases, tied head.
+GPT2_SMALL = ModelConfig(
+    n_layers=12,
+    n_heads=12,
+    d_model=768,
+    context_length=1024,
+    norm="layer",
+    mlp="gelu",
+    positions="learned",
+    qk_norm=False,
+    bias=True,
+    tied_head=True,
+    init="gpt2",
+)
+
+_S = dataclasses.replace(
+    GPT2_SMALL, n_layers=4, n_heads=4, d_model=128, context_length=64, bias=False
+)
+_M = dataclasses.replace(_S, n_layers=6, n_heads=6, d_model=384, context_length=256)
+
+PRESETS: dict[str, tuple[str, Config]] = {
+    "quick": ("about two minutes on two CPU cores (the default)", Config()),
+    "laptop": (
+        "several minutes on two CPU cores",
+        Config(
+            model=ModelConfig(d_model=192, n_heads=6, context_length=192),
+            training=TrainingConfig(steps=2000, batch_size=8, eval_every=500),
+        ),
+    ),
+    "gpu": (
+        "shape M (10.7 M parameters) with our own blocks, for one data-centre GPU",
+        Config(
+            model=ModelConfig(
+                n_layers=6, n_heads=6, d_model=384, context_length=256, dropout=0.2
+            ),
+            training=TrainingConfig(
+                steps=2000, batch_size=64, compute_dtype="bfloat16", eval_every=250
+            ),
+        ),
+    ),
+    "s": (
+        "nanoGPT's CPU recipe, to the letter: GPT-2's block, 0.80 M parameters",
+        Config(
+            model=_S,
+            optimizer=_NANOGPT_OPTIMIZER,
+            training=TrainingConfig(steps=2000, batch_size=12),
+        ),
+    ),
+    "m": (
+        "nanoGPT's GPU recipe for characters: GPT-2's block, 10.7 M parameters",
+        Config(
+            model=dataclasses.replace(_M, dropout=0.2),
+            optimizer=dataclasses.replace(_NANOGPT_OPTIMIZER, warmup_fraction=0.02),
+            training=TrainingConfig(steps=5000, batch_size=64),
+        ),
+    ),
+    "gpt2": (
+        "GPT-2 small, 124 M parameters, on GPT-2's own tokens",
+        Config(
+            data=DataConfig(tokenizer="tiktoken:gpt2"),
+            model=GPT2_SMALL,
+            optimizer=dataclasses.replace(_NANOGPT_OPTIMIZER, learning_rate=6e-4, beta2=0.95),
+            training=TrainingConfig(
+                steps=10000, batch_size=32, accumulation=8, compute_dtype="bfloat16"
+            ),
+        ),
+    ),
+}
+
+
+def resolve_corpus(config: Config, corpus: str) -> Config:
+    """`config` with the name of the corpus that was really loaded."""
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, corpus=corpus))
+
+
+def save_config(config: Config, path: Path) -> None:
+    """Write `config` as JSON."""
+    path.write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n", encoding="utf-8")
+
+
+def load_config(path: Path) -> Config:
+    """Read what `save_config` wrote.
+
+    **Raises:** `UserError` where the file is no config of this version.
+    """
+    try:
+        sections: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+        return Config(
+            data=DataConfig(**sections["data"]),
+            model=ModelConfig(**sections["model"]),
+            optimizer=OptimizerConfig(**sections["optimizer"]),
+            training=TrainingConfig(**sections["training"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is not a readable gptlite config: {error}") from error

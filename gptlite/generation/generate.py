@@ -1,0 +1,131 @@
+"""Autoregressive generation with a key/value cache, in one compiled loop.
+
+What a new token attends to: everything before it, while that fits into the context. When the
+context is full, the model forgets the older part and reads the last half of the context anew,
+from position 0. So a token sees at least the last `context_length // 2` tokens and at most
+`context_length - 1` before it, and its logits are exactly those that the model would give for
+that stretch of text by itself, for any position encoding.
+"""
+
+from collections.abc import Iterator
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, Key
+
+from gptlite.config import SamplingConfig, UserError
+from gptlite.generation.sampling import sample
+from gptlite.models.gpt import GPT
+from gptlite.nn.cache import Cache
+
+# Tokens made in one compiled call: few enough to stream smoothly, enough to hide the call.
+TOKENS_PER_CALL = 32
+
+
+class GenerationState(eqx.Module):
+    """Between two tokens."""
+
+    window: Int[Array, "batch context"]
+    cache: Cache
+    logits: Float[Array, "batch vocab"]
+    made: Int[Array, ""]
+
+
+def generate(
+    model: GPT,
+    prompt: Int[Array, "batch prompt"],
+    max_new_tokens: int,
+    config: SamplingConfig | None = None,
+    *,
+    keys: Key[Array, " batch"],
+) -> Int[Array, "batch new"]:
+    """`max_new_tokens` tokens after each prompt. Each row is what it would be alone with its key.
+
+    **Raises:** `UserError` as `stream` does.
+    """
+    chunks = list(stream(model, prompt, max_new_tokens, config, keys=keys))
+    return jnp.concatenate([jnp.zeros((len(prompt), 0), jnp.int32), *chunks], axis=1)
+
+
+def stream(
+    model: GPT,
+    prompt: Int[Array, "batch prompt"],
+    max_new_tokens: int,
+    config: SamplingConfig | None = None,
+    *,
+    keys: Key[Array, " batch"],
+) -> Iterator[Int[Array, "batch chunk"]]:
+    """`generate`, a few tokens at a time.
+
+    **Raises:** `UserError` if the prompt is empty or longer than the context.
+    """
+    context = model.config.context_length
+    length = prompt.shape[1]
+    if not 1 <= length <= context:
+        raise UserError(
+            f"The prompt must have 1 to {context} tokens (the model's context), got {length}."
+        )
+    config = SamplingConfig() if config is None else config
+    window = jnp.zeros((len(prompt), context), jnp.int32).at[:, :length].set(prompt)
+    state = _start(model, window, jnp.asarray(length))
+    for done in range(0, max_new_tokens, TOKENS_PER_CALL):
+        count = min(TOKENS_PER_CALL, max_new_tokens - done)
+        state, tokens = _advance(model, state, keys, jnp.asarray(count), config)
+        yield tokens[:, :count]
+
+
+@eqx.filter_jit
+def _start(
+    model: GPT, window: Int[Array, "batch context"], length: Int[Array, ""]
+) -> GenerationState:
+    hidden, cache = _read(model, window, length)
+    last = lax.dynamic_slice_in_dim(hidden, length - 1, 1, axis=1)
+    return GenerationState(window, cache, model.logits(last)[:, 0], jnp.zeros((), jnp.int32))
+
+
+@eqx.filter_jit(donate="all-except-first")
+def _advance(
+    model: GPT,
+    state: GenerationState,
+    keys: Key[Array, " batch"],
+    count: Int[Array, ""],
+    config: SamplingConfig,
+) -> tuple[GenerationState, Int[Array, "batch new"]]:
+    """`count` tokens, at most `TOKENS_PER_CALL`; what comes after them in the result is 0."""
+
+    def body(i, carry):
+        state, tokens = carry
+        row_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, state.made)
+        token = sample(state.logits, config, row_keys)
+        return _append(model, state, token), tokens.at[:, i].set(token)
+
+    tokens = jnp.zeros((len(state.window), TOKENS_PER_CALL), jnp.int32)
+    return lax.fori_loop(0, count, body, (state, tokens))
+
+
+def _append(model: GPT, state: GenerationState, token: Int[Array, " batch"]) -> GenerationState:
+    context = state.window.shape[1]
+    kept = context // 2
+
+    def forget(window, cache):
+        window = jnp.roll(window, kept - context, axis=1)
+        return window, _read(model, window, jnp.asarray(kept))[1]
+
+    window, cache = lax.cond(
+        state.cache.length == context, forget, lambda *same: same, state.window, state.cache
+    )
+    window = window.at[:, cache.length].set(token)
+    hidden, cache = model.hidden(token[:, None], cache)
+    return GenerationState(window, cache, model.logits(hidden)[:, 0], state.made + 1)
+
+
+def _read(
+    model: GPT, window: Int[Array, "batch context"], length: Int[Array, ""]
+) -> tuple[Float[Array, "batch context d_model"], Cache]:
+    """Hidden states and cache of the first `length` tokens. The rest of the window is computed
+    too, so that one program serves all lengths; being later, it is seen by none of them."""
+    hidden, cache = model.hidden(window, model.init_cache((len(window),)))
+    assert cache is not None
+    return hidden, Cache(cache.layers, length.astype(jnp.int32))

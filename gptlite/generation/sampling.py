@@ -1,0 +1,46 @@
+"""From logits to a token."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, Key
+
+from gptlite.config import SamplingConfig
+
+
+def candidates(
+    logits: Float[Array, "batch vocab"], config: SamplingConfig
+) -> tuple[Float[Array, "batch candidates"], Int[Array, "batch candidates"]]:
+    """The logits, over the temperature, and the ids of the tokens that may be drawn; the logit of
+    one that the filters exclude is -inf.
+
+    top-k: Fan et al., 2018, section 5.4. top-p: Holtzman et al., 2020, section 3.1. min-p:
+    Nguyen et al., 2024, section 3. Of equal logits the lower id comes first.
+    """
+    batch, vocab = logits.shape
+    logits = logits / config.temperature
+    if config.top_k is None and config.top_p is None:
+        ids = jnp.broadcast_to(jnp.arange(vocab), (batch, vocab))
+    else:
+        logits, ids = lax.top_k(logits, min(config.top_k or vocab, vocab))
+    keep = jnp.ones(logits.shape, bool)
+    if config.top_p is not None:
+        probability = jax.nn.softmax(logits, axis=-1)
+        before = jnp.cumsum(probability, axis=-1) - probability
+        keep &= before < config.top_p
+    if config.min_p:
+        keep &= logits >= jnp.max(logits, axis=-1, keepdims=True) + math.log(config.min_p)
+    return jnp.where(keep, logits, -jnp.inf), ids
+
+
+def sample(
+    logits: Float[Array, "batch vocab"], config: SamplingConfig, keys: Key[Array, " batch"]
+) -> Int[Array, " batch"]:
+    """One token a row, with the row's own key."""
+    if config.greedy:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    kept, ids = candidates(logits, config)
+    choice = jax.vmap(jax.random.categorical)(keys, kept)
+    return jnp.take_along_axis(ids, choice[:, None], axis=-1)[:, 0].astype(jnp.int32)

@@ -1,0 +1,48 @@
+"""From ids, as they come, to text that can be shown."""
+
+import codecs
+from collections.abc import Sequence
+
+from gptlite.text.tokenizer import Ids, Tokenizer
+
+
+class TextStream:
+    """Decodes ids as they come, and stops before the first of the `stop` strings.
+
+    What may turn out to be part of a character or of a stop string is held back until it is known.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
+        self._tokenizer = tokenizer
+        self._stop = [text for text in stop if text]
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._held = ""
+        self.stopped = False
+
+    def feed(self, ids: Ids) -> str:
+        """What can be shown now that `ids` are here."""
+        content = b"".join(self._tokenizer.token_bytes(int(i)) for i in ids)
+        return self._show(self._decoder.decode(content))
+
+    def finish(self) -> str:
+        """What was held back, now that nothing follows."""
+        rest = self._show(self._decoder.decode(b"", final=True)) + self._held
+        return "" if self.stopped else rest
+
+    def _show(self, text: str) -> str:
+        if self.stopped:
+            return ""
+        text = self._held + text
+        places = [place for stop in self._stop if (place := text.find(stop)) >= 0]
+        if places:
+            self.stopped = True
+            self._held = ""
+            return text[: min(places)]
+        held = max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest proper beginning of `stop` that `text` ends with."""
+    return next((n for n in range(len(stop) - 1, 0, -1) if text.endswith(stop[:n])), 0)

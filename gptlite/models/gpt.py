@@ -1,0 +1,174 @@
+"""The decoder-only language model."""
+
+import functools
+import math
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from gptlite.config import ModelConfig, UserError
+from gptlite.nn.attention import Attention
+from gptlite.nn.block import Block
+from gptlite.nn.cache import Cache, LayerCache
+from gptlite.nn.embedding import Embedding
+from gptlite.nn.linear import Linear, project
+from gptlite.nn.mlp import ACTIVATIONS, MLP, SwiGLU
+from gptlite.nn.norms import LayerNorm, RMSNorm
+from gptlite.nn.positions import Learned, NoPositions, Rotary, Sinusoidal
+from gptlite.nn.stack import Stack
+
+
+class GPT(eqx.Module):
+    """Embedding, a stack of blocks, a final norm and a head (Radford et al., 2019).
+
+    From ids to the next token's logits at every position. One sequence or a batch, the same
+    answer: leading axes are whatever they are.
+    """
+
+    embedding: Embedding
+    positions: Callable
+    dropout: eqx.nn.Dropout
+    stack: Stack
+    norm: Callable
+    head: Linear | None
+    config: ModelConfig = eqx.field(static=True)
+    vocab_size: int = eqx.field(static=True)
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        vocab_size: int,
+        *,
+        padded_vocab_size: int | None = None,
+        key: PRNGKeyArray,
+    ):
+        """`padded_vocab_size`: rows of the embedding and the head, where a round number is wanted
+        for speed; ids from `vocab_size` up are never predicted. Default: `vocab_size`.
+
+        **Raises:** `UserError` if `vocab_size` is below 1 or above `padded_vocab_size`.
+        """
+        rows = vocab_size if padded_vocab_size is None else padded_vocab_size
+        if not 1 <= vocab_size <= rows:
+            raise UserError(
+                f"The vocabulary must have at least 1 token and at most padded_vocab_size, got "
+                f"vocab_size {vocab_size} and padded_vocab_size {rows}."
+            )
+        embedding_key, positions_key, stack_key, head_key = jax.random.split(key, 4)
+        d_model = config.d_model
+        self.config = config
+        self.vocab_size = vocab_size
+        # A head that shares the embedding's matrix wants it small: logits start near 0.
+        embedding_std = 0.02 if config.init == "gpt2" or config.tied_head else 1.0
+        self.embedding = Embedding(rows, d_model, std=embedding_std, key=embedding_key)
+        if config.positions == "learned":
+            self.positions = Learned(
+                config.context_length, d_model, std=embedding_std, key=positions_key
+            )
+        else:
+            self.positions = Sinusoidal() if config.positions == "sinusoidal" else NoPositions()
+        self.dropout = eqx.nn.Dropout(config.dropout)
+        self.stack = Stack(
+            functools.partial(make_block, config),
+            config.n_layers,
+            scan=config.stack == "scan",
+            key=stack_key,
+        )
+        self.norm = make_norm(config)
+        head_std = 0.02 if config.init == "gpt2" else 0.0
+        self.head = None if config.tied_head else Linear(d_model, rows, std=head_std, key=head_key)
+
+    def hidden(
+        self,
+        ids: Int[Array, "*batch seq"],
+        cache: Cache | None = None,
+        *,
+        key: PRNGKeyArray | None = None,
+    ) -> tuple[Float[Array, "*batch seq d_model"], Cache | None]:
+        """What the head reads. With a `cache` from `init_cache`, `ids` follow the tokens that it
+        holds, and it comes back with them added. `key` switches dropout on."""
+        layers, offset = (None, 0) if cache is None else (cache.layers, cache.length)
+        embedding_key, stack_key = (None, None) if key is None else jax.random.split(key)
+        x = self.positions(self.embedding(ids), offset)
+        x = self.dropout(x, key=embedding_key, inference=key is None)
+        x, layers = self.stack(x, layers, offset, key=stack_key)
+        cache = None if cache is None else Cache(layers, offset + ids.shape[-1])
+        return self.norm(x), cache
+
+    def logits(
+        self, hidden: Float[Array, "*batch seq d_model"]
+    ) -> Float[Array, "*batch seq vocab"]:
+        """The head, padding cut off; at least float32."""
+        weight = self.embedding.weight if self.head is None else self.head.weight
+        return project(hidden, weight)[..., : self.vocab_size]
+
+    def __call__(
+        self, ids: Int[Array, "*batch seq"], *, key: PRNGKeyArray | None = None
+    ) -> Float[Array, "*batch seq vocab"]:
+        """Logits of the token after each. `key` switches dropout on.
+
+        **Raises:** `UserError` (while tracing) if `seq` exceeds what learned positions know.
+        """
+        seq = ids.shape[-1]
+        if self.config.positions == "learned" and seq > self.config.context_length:
+            raise UserError(
+                f"Learned positions end at context_length {self.config.context_length}, got a "
+                f"sequence of {seq} tokens."
+            )
+        hidden, _ = self.hidden(ids, key=key)
+        return self.logits(hidden)
+
+    def init_cache(self, batch: tuple[int, ...] = ()) -> Cache:
+        """An empty key/value cache for `context_length` tokens with the leading axes `batch`."""
+        config = self.config
+        empty = jnp.zeros(
+            (*batch, config.n_heads, config.context_length, config.d_head),
+            self.embedding.weight.dtype,
+        )
+        layers = self.stack.init_cache(lambda: LayerCache(keys=empty, values=empty))
+        return Cache(layers, jnp.zeros((), jnp.int32))
+
+
+def make_block(config: ModelConfig, key: PRNGKeyArray) -> Block:
+    """One layer as `config` describes it."""
+    attention_key, mlp_key = jax.random.split(key)
+    d_model, d_ff = config.d_model, config.d_hidden
+    if config.init == "gpt2":
+        # Radford et al., 2019, section 2.3: what adds to the residual stream starts smaller.
+        std = 0.02
+        residual_std = std / math.sqrt(2 * config.n_layers)
+    else:
+        std, residual_std = 1.0 / math.sqrt(d_model), 0.0
+    attention = Attention(
+        d_model,
+        config.n_heads,
+        positions=Rotary() if config.positions == "rotary" else NoPositions(),
+        qk_norm=config.qk_norm,
+        dropout=config.dropout,
+        std=std,
+        output_std=residual_std,
+        bias=config.bias,
+        key=attention_key,
+    )
+    mlp_options = dict(std=std, down_std=residual_std, bias=config.bias, key=mlp_key)
+    if config.mlp == "swiglu":
+        mlp = SwiGLU(d_model, d_ff, **mlp_options)
+    else:
+        mlp = MLP(d_model, d_ff, activation=ACTIVATIONS[config.mlp], **mlp_options)
+    return Block(
+        attention_norm=make_norm(config),
+        attention=attention,
+        mlp_norm=make_norm(config),
+        mlp=mlp,
+        dropout=eqx.nn.Dropout(config.dropout),
+    )
+
+
+def make_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
+    """The norm that `config` names."""
+    if config.norm == "layer":
+        return LayerNorm(config.d_model, bias=config.bias)
+    return RMSNorm(config.d_model)
+

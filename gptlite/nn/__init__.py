@@ -1,0 +1,30 @@
+"""Blocks. Each maps `[*batch, seq, d_model]` to the same shape and knows nothing of its neighbours."""
+
+from gptlite.nn.attention import Attention, attend
+from gptlite.nn.block import Block
+from gptlite.nn.cache import Cache, LayerCache
+from gptlite.nn.embedding import Embedding
+from gptlite.nn.linear import Linear
+from gptlite.nn.mlp import MLP, SwiGLU
+from gptlite.nn.norms import LayerNorm, RMSNorm
+from gptlite.nn.positions import Learned, NoPositions, Rotary, Sinusoidal
+from gptlite.nn.stack import Stack
+
+__all__ = [
+    "MLP",
+    "Attention",
+    "Block",
+    "Cache",
+    "Embedding",
+    "LayerCache",
+    "LayerNorm",
+    "Learned",
+    "Linear",
+    "NoPositions",
+    "RMSNorm",
+    "Rotary",
+    "Sinusoidal",
+    "Stack",
+    "SwiGLU",
+    "attend",
+]

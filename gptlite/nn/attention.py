@@ -1,0 +1,175 @@
+"""Causal attention: the one function that computes it, and the multi-head layer around it."""
+
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
+
+from gptlite.nn.cache import LayerCache
+from gptlite.nn.linear import Linear
+from gptlite.nn.norms import RMSNorm
+from gptlite.nn.positions import NoPositions, Offset, Rotary
+from gptlite.nn.precision import wide_dtype
+
+Heads = Float[Array, "*batch heads seq d_head"]
+
+
+def attend(
+    query: Float[Array, "*batch heads queries d_head"],
+    key: Float[Array, "*batch heads keys d_head"],
+    value: Float[Array, "*batch heads keys d_head"],
+    offset: Offset = 0,
+    *,
+    dropout: eqx.nn.Dropout | None = None,
+    dropout_key: PRNGKeyArray | None = None,
+) -> Float[Array, "*batch heads queries d_head"]:
+    """`softmax(Q Kᵀ / sqrt(d_head)) V` where query i sees keys 0 to `offset + i` and no others
+    (Vaswani et al., 2017, eq. 1).
+
+    The same for a whole sequence (`offset` 0) and for the next tokens after `offset` cached ones:
+    what a cache holds beyond them is in nobody's sight. `dropout` acts on the weights.
+    """
+    if jax.default_backend() == "gpu" and dropout_key is None:
+        return attend_fused(query, key, value, offset)
+    return attend_plain(
+        query, key, value, offset, dropout=dropout, dropout_key=dropout_key
+    )
+
+
+def attend_plain(
+    query: Float[Array, "*batch heads queries d_head"],
+    key: Float[Array, "*batch heads keys d_head"],
+    value: Float[Array, "*batch heads keys d_head"],
+    offset: Offset = 0,
+    *,
+    dropout: eqx.nn.Dropout | None = None,
+    dropout_key: PRNGKeyArray | None = None,
+) -> Float[Array, "*batch heads queries d_head"]:
+    """`attend`, written out."""
+    wide = wide_dtype(query.dtype)
+    scores = jnp.einsum(
+        "...qd,...kd->...qk", query, key, preferred_element_type=wide
+    ) / math.sqrt(query.shape[-1])
+    scores = jnp.where(
+        visible(query.shape[-2], key.shape[-2], offset), scores, jnp.finfo(wide).min
+    )
+    # The sum divides the product with V rather than the weights: d_head numbers a query in place
+    # of one a key.
+    weights = jnp.exp(scores - lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    if dropout is not None:
+        weights = dropout(weights, key=dropout_key, inference=dropout_key is None)
+    out = jnp.einsum(
+        "...qk,...kd->...qd",
+        weights.astype(value.dtype),
+        value,
+        preferred_element_type=wide,
+    )
+    return (out / total).astype(value.dtype)
+
+
+def attend_fused(
+    query: Float[Array, "*batch heads queries d_head"],
+    key: Float[Array, "*batch heads keys d_head"],
+    value: Float[Array, "*batch heads keys d_head"],
+    offset: Offset = 0,
+) -> Float[Array, "*batch heads queries d_head"]:
+    """`attend` through `jax.nn.dot_product_attention`, which on a GPU, for half precision, is
+    cuDNN's flash attention. It wants `[batch, seq, heads, d_head]`."""
+
+    def to_btnh(x: Heads) -> Float[Array, "rows seq heads d_head"]:
+        return jnp.swapaxes(x.reshape(-1, *x.shape[-3:]), -2, -3)
+
+    causal = isinstance(offset, int) and offset == 0 and query.shape[-2] == key.shape[-2]
+    half = query.dtype in (jnp.float16, jnp.bfloat16)
+    out = jax.nn.dot_product_attention(
+        to_btnh(query),
+        to_btnh(key),
+        to_btnh(value),
+        mask=None if causal else visible(query.shape[-2], key.shape[-2], offset)[None, None],
+        is_causal=causal,
+        implementation="cudnn" if causal and half and jax.default_backend() == "gpu" else None,
+    )
+    return jnp.swapaxes(out, -2, -3).reshape(query.shape)
+
+
+def visible(queries: int, keys: int, offset: Offset) -> Bool[Array, "queries keys"]:
+    """True where query i, at position `offset + i`, may look at key j, at position j."""
+    return jnp.arange(keys) <= (offset + jnp.arange(queries))[:, None]
+
+
+class Attention(eqx.Module):
+    """Multi-head causal self-attention (Vaswani et al., 2017, section 3.2.2).
+
+    Optionally with rotary positions on queries and keys, and with queries and keys
+    RMS-normalised first (QK-norm: Henry et al., 2020; Dehghani et al., 2023), which bounds the
+    scores.
+    """
+
+    query: Linear
+    key: Linear
+    value: Linear
+    output: Linear
+    qk_norm: RMSNorm | None
+    positions: Rotary | NoPositions
+    dropout: eqx.nn.Dropout
+    n_heads: int = eqx.field(static=True)
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        *,
+        positions: Rotary | NoPositions,
+        qk_norm: bool = False,
+        dropout: float = 0.0,
+        std: float,
+        output_std: float,
+        bias: bool = False,
+        key: PRNGKeyArray,
+    ):
+        """`std` and `output_std`: see `Linear`, for query, key and value, and for output.
+
+        **Raises:** `ValueError` if `n_heads` does not divide `d_model`.
+        """
+        if d_model % n_heads:
+            raise ValueError(f"d_model must be a multiple of n_heads, got {d_model} and {n_heads}.")
+        keys = jax.random.split(key, 4)
+        self.query = Linear(d_model, d_model, std=std, bias=bias, key=keys[0])
+        self.key = Linear(d_model, d_model, std=std, bias=bias, key=keys[1])
+        self.value = Linear(d_model, d_model, std=std, bias=bias, key=keys[2])
+        self.output = Linear(d_model, d_model, std=output_std, bias=bias, key=keys[3])
+        self.qk_norm = RMSNorm(d_model // n_heads, use_weight=False) if qk_norm else None
+        self.positions = positions
+        self.dropout = eqx.nn.Dropout(dropout)
+        self.n_heads = n_heads
+
+    def __call__(
+        self,
+        x: Float[Array, "*batch seq d_model"],
+        cache: LayerCache | None = None,
+        offset: Offset = 0,
+        *,
+        key: PRNGKeyArray | None = None,
+    ) -> tuple[Float[Array, "*batch seq d_model"], LayerCache | None]:
+        """Without a cache, `x` is a whole sequence. With one, `x` follows the first `offset`
+        positions of it, and it comes back with `x` added. `key` switches dropout on."""
+        q = self._split_heads(self.query(x))
+        k = self._split_heads(self.key(x))
+        v = self._split_heads(self.value(x))
+        if self.qk_norm is not None:
+            q, k = self.qk_norm(q), self.qk_norm(k)
+        q, k = self.positions(q, offset), self.positions(k, offset)
+        if cache is not None:
+            cache = cache.write(k, v, offset)
+            k, v = cache.keys, cache.values
+        out = attend(q, k, v, offset, dropout=self.dropout, dropout_key=key)
+        out = jnp.swapaxes(out, -2, -3).reshape(x.shape)
+        return self.output(out), cache
+
+    def _split_heads(self, x: Float[Array, "*batch seq d_model"]) -> Heads:
+        x = x.reshape(*x.shape[:-1], self.n_heads, -1)
+        return jnp.swapaxes(x, -2, -3)

@@ -1,0 +1,36 @@
+"""What attention remembers of earlier tokens (Shazeer, 2019, section 2.4)."""
+
+from typing import Any
+
+import equinox as eqx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from gptlite.nn.positions import Offset
+
+
+class LayerCache(eqx.Module):
+    """One layer's keys and values, with room for `capacity` positions."""
+
+    keys: Float[Array, "*batch heads capacity d_head"]
+    values: Float[Array, "*batch heads capacity d_head"]
+
+    def write(
+        self,
+        keys: Float[Array, "*batch heads seq d_head"],
+        values: Float[Array, "*batch heads seq d_head"],
+        offset: Offset,
+    ) -> "LayerCache":
+        """The cache with positions `offset` to `offset + seq - 1` set. They must lie within the
+        capacity; the offset is known only when the program runs, so that is the caller's duty."""
+        return LayerCache(
+            keys=lax.dynamic_update_slice_in_dim(self.keys, keys, offset, axis=-2),
+            values=lax.dynamic_update_slice_in_dim(self.values, values, offset, axis=-2),
+        )
+
+
+class Cache(eqx.Module):
+    """All layers' caches, in the form that the stack wants them, and how many tokens they hold."""
+
+    layers: Any
+    length: Int[Array, ""]

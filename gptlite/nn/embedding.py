@@ -1,0 +1,18 @@
+"""The table from ids to vectors."""
+
+import equinox as eqx
+import jax
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+
+class Embedding(eqx.Module):
+    """Row `id` of `weight`, for any array of ids (`eqx.nn.Embedding` takes a single one)."""
+
+    weight: Float[Array, "vocab d"]
+
+    def __init__(self, vocab_size: int, d: int, *, std: float, key: PRNGKeyArray):
+        """`std`: standard deviation of the normal that the weight is drawn from."""
+        self.weight = std * jax.random.normal(key, (vocab_size, d))
+
+    def __call__(self, ids: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
+        return self.weight[ids]

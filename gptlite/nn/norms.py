@@ -1,0 +1,51 @@
+"""Normalisation over the last axis, for any leading axes (`eqx.nn`'s norms take one vector).
+
+Statistics are taken in at least float32 whatever the input's dtype: sums of squares overflow and lose
+digits in half precision.
+"""
+
+import equinox as eqx
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from gptlite.nn.precision import widen
+
+
+class RMSNorm(eqx.Module):
+    """`x / sqrt(mean(x²) + eps) · weight` (Zhang and Sennrich, 2019, eq. 4).
+
+    Without `weight`, the bare normalisation.
+    """
+
+    weight: Float[Array, " d"] | None
+    eps: float = eqx.field(static=True)
+
+    def __init__(self, d: int, *, use_weight: bool = True, eps: float = 1e-6):
+        self.weight = jnp.ones(d) if use_weight else None
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
+        wide = widen(x)
+        y = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        return (y if self.weight is None else y * self.weight).astype(x.dtype)
+
+
+class LayerNorm(eqx.Module):
+    """`(x - mean) / sqrt(var + eps) · weight + bias` (Ba et al., 2016, section 3)."""
+
+    weight: Float[Array, " d"]
+    bias: Float[Array, " d"] | None
+    eps: float = eqx.field(static=True)
+
+    def __init__(self, d: int, *, bias: bool = True, eps: float = 1e-5):
+        self.weight = jnp.ones(d)
+        self.bias = jnp.zeros(d) if bias else None
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
+        wide = widen(x)
+        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
+        y = centred * lax.rsqrt(variance + self.eps) * self.weight
+        return (y if self.bias is None else y + self.bias).astype(x.dtype)

@@ -1,0 +1,82 @@
+"""Layers in a row, stored as one block whose every array has a leading layer axis."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+
+from gptlite.nn.positions import Offset
+
+
+class Stack(eqx.Module):
+    """`n_layers` blocks of one kind, one after the other.
+
+    `blocks` holds all layers' parameters, stacked: what is `[d_out, d_in]` in one block is
+    `[n_layers, d_out, d_in]` here. They run unrolled or by `lax.scan`, with the same result.
+    """
+
+    blocks: PyTree
+    n_layers: int = eqx.field(static=True)
+    scan: bool = eqx.field(static=True)
+
+    def __init__(
+        self,
+        make_block: Callable[[PRNGKeyArray], Any],
+        n_layers: int,
+        *,
+        scan: bool = False,
+        key: PRNGKeyArray,
+    ):
+        """`make_block(key)` makes one layer."""
+        self.blocks = eqx.filter_vmap(make_block)(jax.random.split(key, n_layers))
+        self.n_layers = n_layers
+        self.scan = scan
+
+    def layers(self) -> list[Any]:
+        """The blocks one by one."""
+        arrays, rest = eqx.partition(self.blocks, eqx.is_array)
+        # lax.unstack rather than indexing: its transpose joins the layers' gradients in one go,
+        # where each index would write a full-size array of zeros.
+        leaves, structure = jax.tree.flatten(arrays)
+        rows = zip(*[lax.unstack(leaf) for leaf in leaves], strict=True)
+        return [eqx.combine(jax.tree.unflatten(structure, row), rest) for row in rows]
+
+    def init_cache(self, make_cache: Callable[[], PyTree]) -> PyTree:
+        """An empty cache for every layer: stacked for a scan, else a tuple."""
+        caches = tuple(make_cache() for _ in range(self.n_layers))
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *caches) if self.scan else caches
+
+    def __call__(
+        self,
+        x: Float[Array, "*batch seq d_model"],
+        cache: PyTree = None,
+        offset: Offset = 0,
+        *,
+        key: PRNGKeyArray | None = None,
+    ) -> tuple[Float[Array, "*batch seq d_model"], PyTree]:
+        """`cache` as made by `init_cache`, or None; `offset`: see `Attention`; `key` switches
+        dropout on."""
+        keys = None if key is None else jax.random.split(key, self.n_layers)
+        if self.scan:
+            arrays, rest = eqx.partition(self.blocks, eqx.is_array)
+
+            def layer(x, scanned):
+                arrays, cache, key = scanned
+                return eqx.combine(arrays, rest)(x, cache, offset, key=key)
+
+            return lax.scan(layer, x, (arrays, cache, keys))
+
+        new_caches = []
+        for i, block in enumerate(self.layers()):
+            x, new_cache = block(
+                x,
+                None if cache is None else cache[i],
+                offset,
+                key=None if keys is None else keys[i],
+            )
+            new_caches.append(new_cache)
+        return x, None if cache is None else tuple(new_caches)

@@ -1,0 +1,109 @@
+"""Ids to batches: a pure function of (seed, step), the same on every machine."""
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Int
+
+from gptlite.config import UserError
+from gptlite.text.tokenizer import Ids, Tokenizer
+
+Windows = Int[np.ndarray, "windows seq_and_next"]
+
+
+@dataclass(frozen=True)
+class Split:
+    """A corpus as ids: for training, for validation, and the latter's size in UTF-8 bytes."""
+
+    train: Ids
+    validation: Int[np.ndarray, " validation_tokens"]
+    validation_bytes: int
+
+
+def split_corpus(text: str, tokenizer: Tokenizer) -> Split:
+    """The first 90 % of `text` for training, the rest for validation, each encoded by itself.
+
+    `validation_bytes` leaves out the first token, which nothing predicts.
+    """
+    cut = int(0.9 * len(text))
+    validation = tokenizer.encode(text[cut:])
+    unpredicted = len(tokenizer.token_bytes(int(validation[0]))) if len(validation) else 0
+    return Split(
+        train=tokenizer.encode(text[:cut]),
+        validation=validation,
+        validation_bytes=len(text[cut:].encode("utf-8")) - unpredicted,
+    )
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Windows of `context_length + 1` ids (inputs, and targets one further), shuffled.
+
+    An epoch cuts the text, from an offset of its own, into windows that follow each other without
+    overlap, and visits each once, in an order of its own. A batch may straddle two epochs.
+
+    **Raises:** `UserError` if `tokens` is too short for a single window from every offset.
+    """
+
+    tokens: Ids
+    batch_size: int
+    context_length: int
+    seed: int
+
+    def __post_init__(self):
+        if self.windows_per_epoch < 1:
+            raise UserError(
+                f"The training text is too short: it has {len(self.tokens):,} tokens, and a "
+                f"context_length of {self.context_length} needs at least "
+                f"{2 * self.context_length:,}."
+            )
+
+    @property
+    def windows_per_epoch(self) -> int:
+        """The same for every offset below `context_length`."""
+        return (len(self.tokens) - self.context_length) // self.context_length
+
+    def __call__(self, step: int) -> Windows:
+        """The batch of `step`, counted from 0: `[batch_size, context_length + 1]`."""
+        windows = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
+        starts = [self._start(*divmod(int(w), self.windows_per_epoch)) for w in windows]
+        return self.tokens[np.array(starts)[:, None] + np.arange(self.context_length + 1)]
+
+    def _start(self, epoch: int, index: int) -> int:
+        offset, order = _epoch(self.seed, epoch, self.windows_per_epoch, self.context_length)
+        return offset + int(order[index]) * self.context_length
+
+
+@functools.lru_cache(maxsize=2)
+def _epoch(
+    seed: int, epoch: int, windows: int, context_length: int
+) -> tuple[int, Int[np.ndarray, " windows"]]:
+    """One epoch's offset and order.
+
+    From the raw output of a counter-based generator (Philox: Salmon et al., 2011), whose stream
+    NumPy guarantees for all versions, as it does not for `Generator.permutation`.
+    """
+    raw = np.random.Philox(key=[seed, epoch]).random_raw(windows + 1)
+    return int(raw[0] % context_length), np.argsort(raw[1:], kind="stable")
+
+
+def split_windows(tokens: Ids, context_length: int) -> tuple[Windows, int]:
+    """All of `tokens` in consecutive windows of `context_length + 1`, each starting with the last
+    id of the one before, and the number of targets in all, `len(tokens) - 1`.
+
+    What the last window lacks is filled with -1.
+
+    **Raises:** `UserError` if there are fewer than 2 tokens.
+    """
+    targets = len(tokens) - 1
+    if targets < 1:
+        raise UserError(
+            f"The validation text is too short: its {len(tokens)} tokens leave nothing to predict. "
+            "The last 10 % of the corpus must hold at least 2."
+        )
+    count = -(-targets // context_length)
+    padded = np.full(count * context_length + 1, -1, np.int32)
+    padded[: len(tokens)] = tokens
+    starts = np.arange(count) * context_length
+    return padded[starts[:, None] + np.arange(context_length + 1)], targets

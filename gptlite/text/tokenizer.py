@@ -1,0 +1,202 @@
+"""Text to ids and back.
+
+A tokenizer is three things: `vocab_size`, `encode`, and the bytes that each id stands for, from
+which decoding follows for all of them. Each turns into JSON and back (`to_json`,
+`tokenizer_from_json`) with all that it needs, so that a run never has to fetch anything.
+"""
+
+import base64
+import json
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import tiktoken
+from jaxtyping import Int
+
+from gptlite.config import UserError
+
+Ids = Int[np.ndarray, " tokens"]
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """What the rest of the package asks of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of distinct ids."""
+        ...
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows that the embedding should have."""
+        ...
+
+    def encode(self, text: str) -> Ids:
+        """`text` as ids.
+
+        **Raises:** `UserError` if it has something that no id stands for.
+        """
+        ...
+
+    def token_bytes(self, token: int) -> bytes:
+        """The UTF-8 bytes (not always whole characters) of one id."""
+        ...
+
+    def to_json(self) -> dict[str, Any]:
+        """All that `tokenizer_from_json` needs."""
+        ...
+
+
+def decode(tokenizer: Tokenizer, ids: Ids) -> str:
+    """The text of `ids`. Bytes that are no UTF-8 (a model may sample such) become U+FFFD."""
+    return b"".join(tokenizer.token_bytes(int(i)) for i in ids).decode("utf-8", errors="replace")
+
+
+class CharTokenizer:
+    """One id a character: the sorted distinct characters of a text, as in nanoGPT."""
+
+    def __init__(self, characters: str):
+        """`characters`: the vocabulary, sorted and distinct."""
+        self.characters = characters
+        self._codes = _code_points(characters)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.characters)
+
+    padded_vocab_size = vocab_size
+
+    def encode(self, text: str) -> Ids:
+        codes = _code_points(text)
+        ids = np.searchsorted(self._codes, codes).astype(np.int32)
+        known = self._codes[np.minimum(ids, self.vocab_size - 1)] == codes
+        if not known.all():
+            place = int(np.argmin(known))
+            character = text[place]
+            raise UserError(
+                f"The character {character!r} (U+{ord(character):04X}), number {place + 1} of the "
+                f"text, is not in the vocabulary: it never occurred in the corpus of this char "
+                f"tokenizer, which knows {self.vocab_size} characters."
+            )
+        return ids
+
+    def token_bytes(self, token: int) -> bytes:
+        return self.characters[token].encode("utf-8")
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": "char", "characters": self.characters}
+
+
+class ByteTokenizer:
+    """One id a byte of the UTF-8 text."""
+
+    vocab_size = 256
+    padded_vocab_size = 256
+
+    def encode(self, text: str) -> Ids:
+        return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8).astype(np.int32)
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token])
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": "byte"}
+
+
+class TiktokenTokenizer:
+    """One of tiktoken's byte-pair encodings. A special token's text is encoded as plain text."""
+
+    def __init__(self, encoding: tiktoken.Encoding):
+        self._encoding = encoding
+
+    @property
+    def vocab_size(self) -> int:
+        return self._encoding.n_vocab
+
+    @property
+    def padded_vocab_size(self) -> int:
+        # Matrix units work in tiles: a head of 50,304 columns is faster than one of 50,257.
+        return -(-self.vocab_size // 64) * 64
+
+    def encode(self, text: str) -> Ids:
+        return np.array(self._encoding.encode_ordinary(text), np.int32)
+
+    def token_bytes(self, token: int) -> bytes:
+        try:
+            return self._encoding.decode_single_token_bytes(token)
+        except KeyError:  # some encodings leave ids below n_vocab unused
+            return b""
+
+    def to_json(self) -> dict[str, Any]:
+        encoding = self._encoding
+        return {
+            "kind": "tiktoken",
+            "name": encoding.name,
+            "pattern": encoding._pat_str,
+            "special_tokens": encoding._special_tokens,
+            "ranks": {
+                base64.b64encode(token).decode("ascii"): rank
+                for token, rank in encoding._mergeable_ranks.items()
+            },
+        }
+
+
+def make_tokenizer(name: str, text: str) -> Tokenizer:
+    """The tokenizer that `--data.tokenizer` names; `text` gives `char` its vocabulary.
+
+    **Raises:** `UserError` if there is none of that name or its files cannot be fetched.
+    """
+    if name == "char":
+        return CharTokenizer("".join(map(chr, np.unique(_code_points(text)))))
+    if name == "byte":
+        return ByteTokenizer()
+    kind, _, encoding = name.partition(":")
+    known = tiktoken.list_encoding_names()
+    if kind != "tiktoken" or encoding not in known:
+        raise UserError(
+            f"There is no tokenizer {name!r}: give `char`, `byte` or `tiktoken:NAME` with NAME one "
+            f"of {', '.join(known)}."
+        )
+    try:
+        return TiktokenTokenizer(tiktoken.get_encoding(encoding))
+    except OSError as error:  # requests' errors are OSErrors
+        raise UserError(
+            f"tiktoken could not fetch the files of {encoding!r} ({type(error).__name__}). It "
+            "needs the network once; or set TIKTOKEN_CACHE_DIR to a folder that has them."
+        ) from error
+
+
+def tokenizer_from_json(record: dict[str, Any]) -> Tokenizer:
+    """The inverse of `to_json`.
+
+    **Raises:** `UserError` if `record` is none of ours.
+    """
+    makers: dict[str, Callable[[], Tokenizer]] = {
+        "char": lambda: CharTokenizer(record["characters"]),
+        "byte": ByteTokenizer,
+        "tiktoken": lambda: TiktokenTokenizer(
+            tiktoken.Encoding(
+                record["name"],
+                pat_str=record["pattern"],
+                mergeable_ranks={
+                    base64.b64decode(token): rank for token, rank in record["ranks"].items()
+                },
+                special_tokens=record["special_tokens"],
+            )
+        ),
+    }
+    try:
+        return makers[record["kind"]]()
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"This is not a tokenizer of gptlite: {error!r}.") from error
+
+
+def tokenizer_to_text(tokenizer: Tokenizer) -> str:
+    """The JSON text of a run's `tokenizer.json`."""
+    return json.dumps(tokenizer.to_json(), ensure_ascii=False) + "\n"
+
+
+def _code_points(text: str) -> Int[np.ndarray, " characters"]:
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32).astype(np.int64)

@@ -1,0 +1,36 @@
+"""Next-token cross-entropy."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from gptlite.models.gpt import GPT
+
+
+def cross_entropy(
+    logits: Float[Array, "*batch vocab"],
+    targets: Int[Array, "*batch"],
+    label_smoothing: float = 0.0,
+) -> Float[Array, "*batch"]:
+    """`-log softmax(logits)[target]`, in nats.
+
+    With label smoothing the target distribution is `1 - label_smoothing` on the target plus
+    `label_smoothing` spread evenly over the vocabulary (Szegedy et al., 2016, section 7).
+    """
+    at_target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    if label_smoothing:
+        mean = jnp.mean(logits, axis=-1)
+        at_target = (1 - label_smoothing) * at_target + label_smoothing * mean
+    return jax.nn.logsumexp(logits, axis=-1) - at_target
+
+
+def window_losses(
+    model: GPT,
+    windows: Int[Array, "batch seq_and_next"],
+    *,
+    label_smoothing: float = 0.0,
+    key: Array | None = None,
+) -> Float[Array, "batch seq"]:
+    """The loss at every position of windows of ids, whose targets are one further. `key` switches
+    dropout on."""
+    return cross_entropy(model(windows[:, :-1], key=key), windows[:, 1:], label_smoothing)

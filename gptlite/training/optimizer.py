@@ -1,0 +1,78 @@
+"""From the config to an optax optimizer."""
+
+import equinox as eqx
+import jax
+import optax
+from jaxtyping import PyTree
+
+from gptlite.config import OptimizerConfig
+from gptlite.models.gpt import GPT
+from gptlite.nn.stack import Stack
+
+
+def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """The learning rate of each step as a share of its peak, in 0 to 1."""
+    warmup = round(config.warmup_fraction * steps)
+    rest = max(1, steps - warmup)
+    final = config.final_fraction
+    if config.schedule == "cosine":
+        after = optax.cosine_decay_schedule(1.0, rest, alpha=final)
+    elif config.schedule == "linear":
+        after = optax.linear_schedule(1.0, final, rest)
+    elif config.schedule == "constant":
+        after = optax.constant_schedule(1.0)
+    else:
+        decay = max(1, round(config.decay_fraction * steps))
+        after = optax.linear_schedule(1.0, final, decay, transition_begin=max(0, rest - decay))
+    if warmup == 0:
+        return after
+    # From 1 / (warmup + 1): a first step at 0 would be a step wasted.
+    rise = optax.linear_schedule(1.0 / (warmup + 1), 1.0, warmup)
+    return optax.join_schedules([rise, after], [warmup])
+
+
+def make_optimizer(
+    config: OptimizerConfig, steps: int, model: GPT
+) -> optax.GradientTransformation:
+    """The optimizer of a run of `steps` steps on `model`'s parameters.
+
+    muon: Jordan et al., 2024, on the matrices of the blocks; AdamW (Loshchilov and Hutter, 2019)
+    on what else there is. Weight decay falls on matrices and embeddings, not on gains and biases.
+    """
+    schedule = make_schedule(config, steps)
+    params = eqx.filter(model, eqx.is_inexact_array)
+    in_stack = _in_stack(params)
+    decayed = jax.tree.map(lambda p, stacked: p.ndim - stacked >= 2, params, in_stack)
+    if config.name == "adamw":
+        optimizer = optax.adamw(
+            lambda step: config.learning_rate * schedule(step),
+            b1=config.beta1,
+            b2=config.beta2,
+            weight_decay=config.weight_decay,
+            mask=decayed,
+        )
+    else:
+        # Weights are [n_layers, d_out, d_in]; one call orthogonalises all layers.
+        matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=2, output_axis=1)
+        optimizer = optax.contrib.muon(
+            lambda step: config.learning_rate * schedule(step),
+            weight_decay=config.weight_decay,
+            adam_b1=config.beta1,
+            adam_b2=config.beta2,
+            adam_learning_rate=lambda step: config.adam_learning_rate * schedule(step),
+            muon_weight_dimension_numbers=jax.tree.map(
+                lambda p, stacked: matrix if stacked and p.ndim == 3 else None, params, in_stack
+            ),
+        )
+    if config.clip_norm is not None:
+        optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
+    return optimizer
+
+
+def _in_stack(params: PyTree) -> PyTree:
+    """For each parameter, whether it has a leading layer axis."""
+    return jax.tree.map(
+        lambda node: jax.tree.map(lambda _: isinstance(node, Stack), node),
+        params,
+        is_leaf=lambda node: isinstance(node, Stack),
+    )

@@ -1,0 +1,87 @@
+"""What a person sees of a run: a progress bar or plain lines, and the picture of the curves."""
+
+import json
+import sys
+from pathlib import Path
+
+from tqdm import tqdm
+
+from gptlite.training.loop import Progress
+
+# Not a terminal: a line at least so many seconds after the last one, besides the evaluations'.
+SECONDS_BETWEEN_LINES = 10.0
+
+
+class Display:
+    """A progress bar where standard output is a terminal, plain lines where it is not."""
+
+    def __init__(self, steps: int):
+        self._steps = steps
+        self._bar = tqdm(
+            total=steps,
+            unit="step",
+            desc="compiling",
+            file=sys.stdout,
+            disable=not sys.stdout.isatty(),
+            dynamic_ncols=True,
+        )
+        self._last_line = 0.0
+
+    def update(self, progress: Progress, sample: str = "") -> None:
+        """Show where the run is, and at an evaluation its loss and `sample`."""
+        left = progress.seconds / progress.step * (self._steps - progress.step)
+        line = (
+            f"step {progress.step:>{len(str(self._steps))}}/{self._steps}  "
+            f"loss {progress.train_loss:.4f}  {progress.tokens_per_second:,.0f} tokens/s"
+        )
+        if progress.val_loss is not None:
+            self.say(f"{line}  validation loss {progress.val_loss:.4f}")
+            for text in sample.splitlines():
+                self.say(f"    | {text}")
+        elif self._bar.disable and progress.seconds - self._last_line > SECONDS_BETWEEN_LINES:
+            self.say(f"{line}  {left:.0f} s left")
+            self._last_line = progress.seconds
+        self._bar.set_description("training", refresh=False)
+        self._bar.set_postfix_str(
+            f"loss {progress.train_loss:.4f}, {progress.tokens_per_second:,.0f} tokens/s",
+            refresh=False,
+        )
+        self._bar.update(progress.step - self._bar.n)
+
+    def say(self, line: str) -> None:
+        """Print a line above the bar."""
+        tqdm.write(line, file=sys.stdout)
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._bar.leave = False
+        self._bar.close()
+
+
+def plot_losses(metrics: Path, picture: Path) -> None:
+    """Draw `metrics.jsonl`'s training and validation losses (nats a token) over steps."""
+    # Here, because it takes a second to import; and not pyplot, which picks a window system.
+    from matplotlib.figure import Figure
+
+    records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    evaluated = [record for record in records if "val_loss" in record]
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(
+        [record["step"] for record in records],
+        [record["train_loss"] for record in records],
+        label="training",
+        linewidth=1,
+    )
+    axes.plot(
+        [record["step"] for record in evaluated],
+        [record["val_loss"] for record in evaluated],
+        label=f"validation, at best {min(record['val_loss'] for record in evaluated):.3f}",
+        marker="o",
+        markersize=4,
+    )
+    axes.set(xlabel="step", ylabel="cross-entropy, nats a token")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(picture, dpi=120)

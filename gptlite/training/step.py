@@ -1,0 +1,117 @@
+"""The optimizer step: everything between a batch of ids and new parameters, compiled as one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from gptlite.config import TrainingConfig
+from gptlite.models.gpt import GPT
+from gptlite.training.loss import window_losses
+
+
+class TrainState(eqx.Module):
+    """All that changes while training, and all that going on with a run needs."""
+
+    model: GPT
+    optimizer_state: Any
+    step: Int[Array, ""]
+
+
+class StepMetrics(eqx.Module):
+    """What each step of a dispatch reports."""
+
+    loss: Float[Array, " steps"]
+    grad_norm: Float[Array, " steps"]
+
+
+TrainSteps = Callable[[TrainState, Array, int], tuple[TrainState, StepMetrics]]
+
+
+def init_state(model: GPT, optimizer: optax.GradientTransformation) -> TrainState:
+    """The state before the first step."""
+    return TrainState(
+        model=model,
+        optimizer_state=optimizer.init(eqx.filter(model, eqx.is_inexact_array)),
+        step=jnp.zeros((), jnp.int32),
+    )
+
+
+def make_train_steps(config: TrainingConfig, optimizer: optax.GradientTransformation) -> TrainSteps:
+    """`train_steps(state, batches, count)`: `count` steps on the first `count` of the batches
+    `[steps, batch, seq_and_next]`, in one compiled call that reuses the old state's memory.
+
+    The count is data, not shape: however many steps are wanted, there is one program.
+    """
+
+    def step(state: TrainState, batch: Array) -> tuple[TrainState, Array, Array]:
+        key = jax.random.fold_in(jax.random.key(config.seed), state.step)
+        loss, grads = loss_and_grads(state.model, batch, config, key=key)
+        updates, optimizer_state = optimizer.update(
+            grads, state.optimizer_state, eqx.filter(state.model, eqx.is_inexact_array)
+        )
+        model = eqx.apply_updates(state.model, updates)
+        state = TrainState(model, optimizer_state, state.step + 1)
+        return state, loss, optax.global_norm(grads)
+
+    @eqx.filter_jit(donate="all")
+    def train_steps(
+        state: TrainState, batches: Int[Array, "steps batch seq_and_next"], count: Int[Array, ""]
+    ) -> tuple[TrainState, StepMetrics]:
+        arrays, static = eqx.partition(state, eqx.is_array)
+
+        def body(i, carry):
+            arrays, metrics = carry
+            state, loss, grad_norm = step(eqx.combine(arrays, static), batches[i])
+            metrics = StepMetrics(
+                loss=metrics.loss.at[i].set(loss), grad_norm=metrics.grad_norm.at[i].set(grad_norm)
+            )
+            return eqx.filter(state, eqx.is_array), metrics
+
+        blank = jnp.zeros(batches.shape[0])
+        arrays, metrics = lax.fori_loop(0, count, body, (arrays, StepMetrics(blank, blank)))
+        return eqx.combine(arrays, static), metrics
+
+    return lambda state, batches, count: train_steps(state, batches, jnp.asarray(count))
+
+
+def loss_and_grads(
+    model: GPT,
+    batch: Int[Array, "batch seq_and_next"],
+    config: TrainingConfig,
+    *,
+    key: PRNGKeyArray | None = None,
+) -> tuple[Float[Array, ""], GPT]:
+    """The mean loss of a batch and its gradient, in `config.accumulation` equal parts."""
+
+    @eqx.filter_value_and_grad
+    def loss_of(model, windows, key):
+        model = cast(model, jnp.dtype(config.compute_dtype))
+        dropout_key = key if model.config.dropout else None
+        losses = window_losses(
+            model, windows, label_smoothing=config.label_smoothing, key=dropout_key
+        )
+        return jnp.mean(losses)
+
+    key = jax.random.key(config.seed) if key is None else key
+    if config.accumulation == 1:
+        return loss_of(model, batch, key)
+
+    def add_part(total, part):
+        return jax.tree.map(jnp.add, total, loss_of(model, *part)), None
+
+    parts = batch.reshape(config.accumulation, -1, batch.shape[-1])
+    keys = jax.random.split(key, config.accumulation)
+    zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, eqx.filter(model, eqx.is_inexact_array)))
+    total, _ = lax.scan(add_part, zero, (parts, keys))
+    return jax.tree.map(lambda x: x / config.accumulation, total)
+
+
+def cast(model: GPT, dtype: Any) -> GPT:
+    """`model` with its parameters in `dtype`; gradients through the cast keep the old dtype."""
+    return jax.tree.map(lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, model)

@@ -1,0 +1,75 @@
+"""Generate text with a trained model: `python sample.py --prompt "ROMEO:"`."""
+
+import sys
+from pathlib import Path
+
+from gptlite.cli import SampleArguments, errors_as_sentences, parse_sample
+
+
+def main() -> None:
+    with errors_as_sentences():
+        sample(parse_sample(sys.argv[1:]))
+
+
+def sample(arguments: SampleArguments) -> None:
+    # Imported here, because --help should not wait for JAX.
+    import jax
+    import jax.numpy as jnp
+
+    from gptlite.config import UserError
+    from gptlite.generation.generate import stream
+    from gptlite.generation.text import TextStream
+    from gptlite.training.run import RUNS_FOLDER, load_run, newest_run
+
+    prompt = read_prompt(arguments)
+    if not prompt:
+        raise UserError("The prompt is empty: give at least one character to go on from.")
+    if arguments.run is None:
+        path = newest_run()
+    else:
+        path = Path(arguments.run)
+        path = path if path.exists() else RUNS_FOLDER / arguments.run
+    run = load_run(path, arguments.weights)
+
+    ids = jnp.asarray(run.tokenizer.encode(prompt))
+    rows = jnp.arange(arguments.num_samples)
+    # A key a row, so that the first sample is the same however many are asked for.
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(arguments.seed), rows)
+    prompts = jnp.tile(ids, (arguments.num_samples, 1))
+
+    if sys.stdout.isatty():  # the prompt is not generated text: shown to a person, not piped on
+        print(prompt, end="", file=sys.stderr, flush=True)
+    texts = [TextStream(run.tokenizer, arguments.stop) for _ in rows]
+    pieces: list[list[str]] = [[] for _ in rows]
+    for chunk in stream(
+        run.model, prompts, arguments.max_new_tokens, arguments.sampling, keys=keys
+    ):
+        for text, piece, row in zip(texts, pieces, jax.device_get(chunk), strict=True):
+            piece.append(text.feed(row))
+        print(pieces[0][-1], end="", flush=True)  # the first streams, the others wait for it
+        if all(text.stopped for text in texts):
+            break
+    for text, piece in zip(texts, pieces, strict=True):
+        piece.append(text.finish())
+    print(pieces[0][-1])
+    for piece in pieces[1:]:
+        print("---", "".join(piece), sep="\n")
+
+
+def read_prompt(arguments: SampleArguments) -> str:
+    """From --prompt, --prompt-file or standard input."""
+    from gptlite.config import UserError
+
+    if arguments.prompt is not None:
+        return arguments.prompt
+    try:
+        if arguments.prompt_file is not None:
+            return Path(arguments.prompt_file).read_text(encoding="utf-8")
+        return sys.stdin.buffer.read().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        source = arguments.prompt_file or "standard input"
+        raise UserError(f"The prompt cannot be read from {source}: {error}.") from error
+
+
+if __name__ == "__main__":
+    main()
