@@ -70,10 +70,14 @@ def stream(
     config = SamplingConfig() if config is None else config
     window = jnp.zeros((len(prompt), context), jnp.int32).at[:, :length].set(prompt)
     state = _start(model, window, jnp.asarray(length))
-    for done in range(0, max_new_tokens, TOKENS_PER_CALL):
-        count = min(TOKENS_PER_CALL, max_new_tokens - done)
+    left = max_new_tokens
+    while left > 0:
+        if length == context:
+            state, length = _forget(model, state), context // 2
+        count = min(TOKENS_PER_CALL, left, context - length)
         state, tokens = _advance(model, state, keys, jnp.asarray(count), config)
         yield tokens[:, :count]
+        left, length = left - count, length + count
 
 
 @eqx.filter_jit
@@ -85,7 +89,17 @@ def _start(
     return GenerationState(window, cache, model.logits(last)[:, 0], jnp.zeros((), jnp.int32))
 
 
-@eqx.filter_jit(donate="all-except-first")
+@eqx.filter_jit
+def _forget(model: GPT, state: GenerationState) -> GenerationState:
+    """Make room in a full context. (Not in `_advance`'s loop: a condition there would have the
+    cache copied at every token.)"""
+    context = state.window.shape[1]
+    window = jnp.roll(state.window, context // 2 - context, axis=1)
+    _, cache = _read(model, window, jnp.asarray(context // 2))
+    return GenerationState(window, cache, state.logits, state.made)
+
+
+@eqx.filter_jit
 def _advance(
     model: GPT,
     state: GenerationState,
@@ -93,7 +107,10 @@ def _advance(
     count: Int[Array, ""],
     config: SamplingConfig,
 ) -> tuple[GenerationState, Int[Array, "batch new"]]:
-    """`count` tokens, at most `TOKENS_PER_CALL`; what comes after them in the result is 0."""
+    """`count` tokens, no more than `TOKENS_PER_CALL` and the room in the context; the rest of the
+    result is 0."""
+
+    model = model.unstacked()
 
     def body(i, carry):
         state, tokens = carry
@@ -106,18 +123,8 @@ def _advance(
 
 
 def _append(model: GPT, state: GenerationState, token: Int[Array, " batch"]) -> GenerationState:
-    context = state.window.shape[1]
-    kept = context // 2
-
-    def forget(window, cache):
-        window = jnp.roll(window, kept - context, axis=1)
-        return window, _read(model, window, jnp.asarray(kept))[1]
-
-    window, cache = lax.cond(
-        state.cache.length == context, forget, lambda *same: same, state.window, state.cache
-    )
-    window = window.at[:, cache.length].set(token)
-    hidden, cache = model.hidden(token[:, None], cache)
+    window = state.window.at[:, state.cache.length].set(token)
+    hidden, cache = model.hidden(token[:, None], state.cache)
     return GenerationState(window, cache, model.logits(hidden)[:, 0], state.made + 1)
 
 
@@ -128,4 +135,4 @@ def _read(
     too, so that one program serves all lengths; being later, it is seen by none of them."""
     hidden, cache = model.hidden(window, model.init_cache((len(window),)))
     assert cache is not None
-    return hidden, Cache(cache.layers, length.astype(jnp.int32))
+    return hidden, Cache(cache.layers, length)

@@ -18,7 +18,7 @@ from gptlite.nn.linear import Linear, project
 from gptlite.nn.mlp import ACTIVATIONS, MLP, SwiGLU
 from gptlite.nn.norms import LayerNorm, RMSNorm
 from gptlite.nn.positions import Learned, NoPositions, Rotary, Sinusoidal
-from gptlite.nn.stack import Stack
+from gptlite.nn.stack import Layers, Stack
 
 
 class GPT(eqx.Module):
@@ -31,7 +31,7 @@ class GPT(eqx.Module):
     embedding: Embedding
     positions: Callable
     dropout: eqx.nn.Dropout
-    stack: Stack
+    stack: Stack | Layers
     norm: Callable
     head: Linear | None
     config: ModelConfig = eqx.field(static=True)
@@ -120,11 +120,18 @@ class GPT(eqx.Module):
         hidden, _ = self.hidden(ids, key=key)
         return self.logits(hidden)
 
+    def unstacked(self) -> "GPT":
+        """The same model with its layers apart, unless they are to be scanned. For loops: taken
+        apart inside one, they would be copied at every turn."""
+        if isinstance(self.stack, Layers) or self.stack.scan:
+            return self
+        return eqx.tree_at(lambda model: model.stack, self, self.stack.unstack())
+
     def init_cache(self, batch: tuple[int, ...] = ()) -> Cache:
         """An empty key/value cache for `context_length` tokens with the leading axes `batch`."""
         config = self.config
         empty = jnp.zeros(
-            (*batch, config.n_heads, config.context_length, config.d_head),
+            (math.prod(batch) * config.n_heads, config.context_length, config.d_head),
             self.embedding.weight.dtype,
         )
         layers = self.stack.init_cache(lambda: LayerCache(keys=empty, values=empty))

@@ -8,7 +8,7 @@ from gptlite.nn.linear import Linear
 from gptlite.nn.mlp import MLP, SwiGLU
 from gptlite.nn.norms import LayerNorm, RMSNorm
 from gptlite.nn.positions import Learned, NoPositions, Rotary, Sinusoidal
-from gptlite.nn.stack import Stack
+from gptlite.nn.stack import Layers, Stack
 
 __all__ = [
     "MLP",
@@ -18,6 +18,7 @@ __all__ = [
     "Embedding",
     "LayerCache",
     "LayerNorm",
+    "Layers",
     "Learned",
     "Linear",
     "NoPositions",

@@ -14,18 +14,18 @@ from gptlite.nn.norms import RMSNorm
 from gptlite.nn.positions import NoPositions, Offset, Rotary
 from gptlite.nn.precision import wide_dtype
 
-Heads = Float[Array, "*batch heads seq d_head"]
+Heads = Float[Array, "rows seq d_head"]
 
 
 def attend(
-    query: Float[Array, "*batch heads queries d_head"],
-    key: Float[Array, "*batch heads keys d_head"],
-    value: Float[Array, "*batch heads keys d_head"],
+    query: Float[Array, "rows queries d_head"],
+    key: Float[Array, "rows keys d_head"],
+    value: Float[Array, "rows keys d_head"],
     offset: Offset = 0,
     *,
     dropout: eqx.nn.Dropout | None = None,
     dropout_key: PRNGKeyArray | None = None,
-) -> Float[Array, "*batch heads queries d_head"]:
+) -> Float[Array, "rows queries d_head"]:
     """`softmax(Q Kᵀ / sqrt(d_head)) V` where query i sees keys 0 to `offset + i` and no others
     (Vaswani et al., 2017, eq. 1).
 
@@ -40,14 +40,14 @@ def attend(
 
 
 def attend_plain(
-    query: Float[Array, "*batch heads queries d_head"],
-    key: Float[Array, "*batch heads keys d_head"],
-    value: Float[Array, "*batch heads keys d_head"],
+    query: Float[Array, "rows queries d_head"],
+    key: Float[Array, "rows keys d_head"],
+    value: Float[Array, "rows keys d_head"],
     offset: Offset = 0,
     *,
     dropout: eqx.nn.Dropout | None = None,
     dropout_key: PRNGKeyArray | None = None,
-) -> Float[Array, "*batch heads queries d_head"]:
+) -> Float[Array, "rows queries d_head"]:
     """`attend`, written out."""
     wide = wide_dtype(query.dtype)
     scores = jnp.einsum(
@@ -72,11 +72,11 @@ def attend_plain(
 
 
 def attend_fused(
-    query: Float[Array, "*batch heads queries d_head"],
-    key: Float[Array, "*batch heads keys d_head"],
-    value: Float[Array, "*batch heads keys d_head"],
+    query: Float[Array, "rows queries d_head"],
+    key: Float[Array, "rows keys d_head"],
+    value: Float[Array, "rows keys d_head"],
     offset: Offset = 0,
-) -> Float[Array, "*batch heads queries d_head"]:
+) -> Float[Array, "rows queries d_head"]:
     """`attend` through `jax.nn.dot_product_attention`, which on a GPU, for half precision, is
     cuDNN's flash attention. It wants `[batch, seq, heads, d_head]`."""
 
@@ -167,9 +167,10 @@ class Attention(eqx.Module):
             cache = cache.write(k, v, offset)
             k, v = cache.keys, cache.values
         out = attend(q, k, v, offset, dropout=self.dropout, dropout_key=key)
+        out = out.reshape(*x.shape[:-2], self.n_heads, *out.shape[-2:])
         out = jnp.swapaxes(out, -2, -3).reshape(x.shape)
         return self.output(out), cache
 
     def _split_heads(self, x: Float[Array, "*batch seq d_model"]) -> Heads:
         x = x.reshape(*x.shape[:-1], self.n_heads, -1)
-        return jnp.swapaxes(x, -2, -3)
+        return jnp.swapaxes(x, -2, -3).reshape(-1, x.shape[-3], x.shape[-1])

@@ -12,13 +12,13 @@ from gptlite.nn.positions import Offset
 class LayerCache(eqx.Module):
     """One layer's keys and values, with room for `capacity` positions."""
 
-    keys: Float[Array, "*batch heads capacity d_head"]
-    values: Float[Array, "*batch heads capacity d_head"]
+    keys: Float[Array, "rows capacity d_head"]
+    values: Float[Array, "rows capacity d_head"]
 
     def write(
         self,
-        keys: Float[Array, "*batch heads seq d_head"],
-        values: Float[Array, "*batch heads seq d_head"],
+        keys: Float[Array, "rows seq d_head"],
+        values: Float[Array, "rows seq d_head"],
         offset: Offset,
     ) -> "LayerCache":
         """The cache with positions `offset` to `offset + seq - 1` set. They must lie within the

@@ -12,6 +12,34 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 from gptlite.nn.positions import Offset
 
 
+class Layers(eqx.Module):
+    """Blocks one after the other, each with arrays of its own."""
+
+    blocks: tuple[Any, ...]
+
+    def init_cache(self, make_cache: Callable[[], PyTree]) -> PyTree:
+        """An empty cache for every layer."""
+        return tuple(make_cache() for _ in self.blocks)
+
+    def __call__(
+        self,
+        x: Float[Array, "*batch seq d_model"],
+        caches: PyTree = None,
+        offset: Offset = 0,
+        *,
+        key: PRNGKeyArray | None = None,
+    ) -> tuple[Float[Array, "*batch seq d_model"], PyTree]:
+        """`caches` as made by `init_cache`, or None; `offset`: see `Attention`; `key` switches
+        dropout on."""
+        nothing = (None,) * len(self.blocks)
+        keys = nothing if key is None else jax.random.split(key, len(self.blocks))
+        new_caches = []
+        for block, cache, layer_key in zip(self.blocks, caches or nothing, keys, strict=True):
+            x, new_cache = block(x, cache, offset, key=layer_key)
+            new_caches.append(new_cache)
+        return x, None if caches is None else tuple(new_caches)
+
+
 class Stack(eqx.Module):
     """`n_layers` blocks of one kind, one after the other.
 
@@ -19,7 +47,7 @@ class Stack(eqx.Module):
     `[n_layers, d_out, d_in]` here. They run unrolled or by `lax.scan`, with the same result.
     """
 
-    blocks: PyTree
+    blocks: Any
     n_layers: int = eqx.field(static=True)
     scan: bool = eqx.field(static=True)
 
@@ -36,14 +64,14 @@ class Stack(eqx.Module):
         self.n_layers = n_layers
         self.scan = scan
 
-    def layers(self) -> list[Any]:
-        """The blocks one by one."""
+    def unstack(self) -> Layers:
+        """The same layers, apart."""
         arrays, rest = eqx.partition(self.blocks, eqx.is_array)
         # lax.unstack rather than indexing: its transpose joins the layers' gradients in one go,
         # where each index would write a full-size array of zeros.
         leaves, structure = jax.tree.flatten(arrays)
         rows = zip(*[lax.unstack(leaf) for leaf in leaves], strict=True)
-        return [eqx.combine(jax.tree.unflatten(structure, row), rest) for row in rows]
+        return Layers(tuple(eqx.combine(jax.tree.unflatten(structure, row), rest) for row in rows))
 
     def init_cache(self, make_cache: Callable[[], PyTree]) -> PyTree:
         """An empty cache for every layer: stacked for a scan, else a tuple."""
@@ -53,30 +81,19 @@ class Stack(eqx.Module):
     def __call__(
         self,
         x: Float[Array, "*batch seq d_model"],
-        cache: PyTree = None,
+        caches: PyTree = None,
         offset: Offset = 0,
         *,
         key: PRNGKeyArray | None = None,
     ) -> tuple[Float[Array, "*batch seq d_model"], PyTree]:
-        """`cache` as made by `init_cache`, or None; `offset`: see `Attention`; `key` switches
-        dropout on."""
+        """As for `Layers`."""
+        if not self.scan:
+            return self.unstack()(x, caches, offset, key=key)
         keys = None if key is None else jax.random.split(key, self.n_layers)
-        if self.scan:
-            arrays, rest = eqx.partition(self.blocks, eqx.is_array)
+        arrays, rest = eqx.partition(self.blocks, eqx.is_array)
 
-            def layer(x, scanned):
-                arrays, cache, key = scanned
-                return eqx.combine(arrays, rest)(x, cache, offset, key=key)
+        def layer(x, scanned):
+            arrays, cache, key = scanned
+            return eqx.combine(arrays, rest)(x, cache, offset, key=key)
 
-            return lax.scan(layer, x, (arrays, cache, keys))
-
-        new_caches = []
-        for i, block in enumerate(self.layers()):
-            x, new_cache = block(
-                x,
-                None if cache is None else cache[i],
-                offset,
-                key=None if keys is None else keys[i],
-            )
-            new_caches.append(new_cache)
-        return x, None if cache is None else tuple(new_caches)
+        return lax.scan(layer, x, (arrays, caches, keys))

@@ -49,20 +49,22 @@ def make_optimizer(
             b1=config.beta1,
             b2=config.beta2,
             weight_decay=config.weight_decay,
-            mask=decayed,
+            mask=lambda _: decayed,
         )
     else:
         # Weights are [n_layers, d_out, d_in]; one call orthogonalises all layers.
         matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=2, output_axis=1)
+        dimensions = jax.tree.map(
+            lambda p, stacked: matrix if stacked and p.ndim == 3 else None, params, in_stack
+        )
         optimizer = optax.contrib.muon(
             lambda step: config.learning_rate * schedule(step),
             weight_decay=config.weight_decay,
             adam_b1=config.beta1,
             adam_b2=config.beta2,
             adam_learning_rate=lambda step: config.adam_learning_rate * schedule(step),
-            muon_weight_dimension_numbers=jax.tree.map(
-                lambda p, stacked: matrix if stacked and p.ndim == 3 else None, params, in_stack
-            ),
+            # A function, because optax would call the tree: it is a GPT, and those are callable.
+            muon_weight_dimension_numbers=lambda _: dimensions,
         )
     if config.clip_norm is not None:
         optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
