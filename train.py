@@ -35,8 +35,10 @@ def train(arguments: TrainArguments) -> None:
     from gptlite.training.run import RUNS_FOLDER, RunFolder, check_free
 
     training = arguments.config.training
-    name = arguments.run or f"{arguments.preset}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if name != Path(name).name:
+    name = arguments.run
+    if name is None:
+        name = f"{arguments.preset}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if name in ("", ".", "..") or name != Path(name).name:
         raise UserError(f"--run takes a name for the folder in {RUNS_FOLDER}/, got {name!r}.")
     check_free(RUNS_FOLDER / name, overwrite=arguments.overwrite)
 
@@ -60,9 +62,7 @@ def train(arguments: TrainArguments) -> None:
 
     # Training.
     fitting = fit(config, model, split)
-    run = RunFolder.create(
-        RUNS_FOLDER / name, config, tokenizer, overwrite=arguments.overwrite
-    )
+    run = RunFolder.create(RUNS_FOLDER / name, config, tokenizer, overwrite=arguments.overwrite)
     print(
         f"{corpus.name}: {len(split.train):,} tokens to train on, {len(split.validation):,} to "
         f"validate on, vocabulary {tokenizer.vocab_size:,}\n"
@@ -74,12 +74,18 @@ def train(arguments: TrainArguments) -> None:
     for progress in fitting:
         sample = ""
         if progress.val_loss is not None:
-            best = all(progress.val_loss < seen["val_loss"] for seen in history if "val_loss" in seen)
+            best = all(
+                progress.val_loss < seen["val_loss"] for seen in history if "val_loss" in seen
+            )
             run.save_weights(progress.state.model, best=best)
             if training.sample_tokens:
                 prompt, keys = jnp.asarray(split.validation[None, :1]), sample_key[None]
                 ids = generate(
-                    progress.state.model, prompt, training.sample_tokens, SamplingConfig(), keys=keys
+                    progress.state.model,
+                    prompt,
+                    training.sample_tokens,
+                    SamplingConfig(),
+                    keys=keys,
                 )
                 sample = decode(tokenizer, jax.device_get(ids[0]))
         history.append(progress.record())

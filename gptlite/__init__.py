@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 
 import jaxtyping as _jaxtyping
 
+from gptlite import typecheck as typecheck
+
 # gptlite.config is left out: it speaks in sentences of its own, and must import at once.
 _jaxtyping.install_import_hook(
     [f"gptlite.{room}" for room in ("text", "nn", "models", "training", "generation")],
-    "beartype.beartype",
+    "gptlite.typecheck.typechecker",
 )
 
 if TYPE_CHECKING:
@@ -23,8 +25,8 @@ if TYPE_CHECKING:
     from gptlite.generation.generate import generate
     from gptlite.models.gpt import GPT
     from gptlite.models.summary import summary
-    from gptlite.training.run import load_run
     from gptlite.training.loop import fit
+    from gptlite.training.run import load_run
 
 _HOMES = {
     "Config": "config",

@@ -1,7 +1,6 @@
 """What the two scripts share: parsing a command line, and saying what was wrong with it."""
 
 import contextlib
-import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

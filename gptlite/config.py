@@ -165,7 +165,8 @@ class OptimizerConfig:
     """Adam's decay of the mean of squared gradients."""
 
     weight_decay: float = 0.0
-    """Decoupled weight decay, times the learning rate, on matrices and embeddings only."""
+    """Decoupled weight decay, times the learning rate: with adamw on matrices and embeddings,
+    with muon on the matrices of the blocks."""
 
     clip_norm: float | None = None
     """Scale the gradient down to this global norm when it is larger. None: never."""
@@ -198,7 +199,7 @@ class TrainingConfig:
     steps: int = 1000
     """Optimizer steps."""
 
-    batch_size: int = 16
+    batch_size: int = 8
     """Windows of context_length tokens in one step."""
 
     accumulation: int = 1
@@ -328,9 +329,7 @@ PRESETS: dict[str, tuple[str, Config]] = {
     "gpu": (
         "shape M (10.7 M parameters) with our own blocks, for one data-centre GPU",
         Config(
-            model=ModelConfig(
-                n_layers=6, n_heads=6, d_model=384, context_length=256, dropout=0.2
-            ),
+            model=ModelConfig(n_layers=6, n_heads=6, d_model=384, context_length=256, dropout=0.2),
             training=TrainingConfig(
                 steps=2000, batch_size=64, compute_dtype="bfloat16", eval_every=250
             ),

@@ -178,4 +178,3 @@ def make_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
     if config.norm == "layer":
         return LayerNorm(config.d_model, bias=config.bias)
     return RMSNorm(config.d_model)
-

@@ -14,7 +14,9 @@ from gptlite.nn.norms import RMSNorm
 from gptlite.nn.positions import NoPositions, Offset, Rotary
 from gptlite.nn.precision import wide_dtype
 
-Heads = Float[Array, "rows seq d_head"]
+# All heads of all sequences, one below the other: rows = batch x heads. One leading axis, because
+# with two XLA's CPU compiler copies a cache that the next line only reads.
+Rows = Float[Array, "rows seq d_head"]
 
 
 def attend(
@@ -34,9 +36,7 @@ def attend(
     """
     if jax.default_backend() == "gpu" and dropout_key is None:
         return attend_fused(query, key, value, offset)
-    return attend_plain(
-        query, key, value, offset, dropout=dropout, dropout_key=dropout_key
-    )
+    return attend_plain(query, key, value, offset, dropout=dropout, dropout_key=dropout_key)
 
 
 def attend_plain(
@@ -50,12 +50,10 @@ def attend_plain(
 ) -> Float[Array, "rows queries d_head"]:
     """`attend`, written out."""
     wide = wide_dtype(query.dtype)
-    scores = jnp.einsum(
-        "...qd,...kd->...qk", query, key, preferred_element_type=wide
-    ) / math.sqrt(query.shape[-1])
-    scores = jnp.where(
-        visible(query.shape[-2], key.shape[-2], offset), scores, jnp.finfo(wide).min
+    scores = jnp.einsum("...qd,...kd->...qk", query, key, preferred_element_type=wide) / math.sqrt(
+        query.shape[-1]
     )
+    scores = jnp.where(visible(query.shape[-2], key.shape[-2], offset), scores, jnp.finfo(wide).min)
     # The sum divides the product with V rather than the weights: d_head numbers a query in place
     # of one a key.
     weights = jnp.exp(scores - lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
@@ -77,23 +75,21 @@ def attend_fused(
     value: Float[Array, "rows keys d_head"],
     offset: Offset = 0,
 ) -> Float[Array, "rows queries d_head"]:
-    """`attend` through `jax.nn.dot_product_attention`, which on a GPU, for half precision, is
-    cuDNN's flash attention. It wants `[batch, seq, heads, d_head]`."""
-
-    def to_btnh(x: Heads) -> Float[Array, "rows seq heads d_head"]:
-        return jnp.swapaxes(x.reshape(-1, *x.shape[-3:]), -2, -3)
-
-    causal = isinstance(offset, int) and offset == 0 and query.shape[-2] == key.shape[-2]
+    """`attend` through `jax.nn.dot_product_attention`, which on a GPU, for whole sequences in half
+    precision, is cuDNN's flash attention."""
+    whole = isinstance(offset, int) and offset == 0 and query.shape[-2] == key.shape[-2]
     half = query.dtype in (jnp.float16, jnp.bfloat16)
+    flash = whole and half and jax.default_backend() == "gpu"
+    # It wants [batch, seq, heads, d_head]; a row is a batch element with one head.
     out = jax.nn.dot_product_attention(
-        to_btnh(query),
-        to_btnh(key),
-        to_btnh(value),
-        mask=None if causal else visible(query.shape[-2], key.shape[-2], offset)[None, None],
-        is_causal=causal,
-        implementation="cudnn" if causal and half and jax.default_backend() == "gpu" else None,
+        query[:, :, None],
+        key[:, :, None],
+        value[:, :, None],
+        mask=None if whole else visible(query.shape[-2], key.shape[-2], offset)[None, None],
+        is_causal=whole,
+        implementation="cudnn" if flash else "xla",
     )
-    return jnp.swapaxes(out, -2, -3).reshape(query.shape)
+    return out[:, :, 0]
 
 
 def visible(queries: int, keys: int, offset: Offset) -> Bool[Array, "queries keys"]:
@@ -157,9 +153,7 @@ class Attention(eqx.Module):
     ) -> tuple[Float[Array, "*batch seq d_model"], LayerCache | None]:
         """Without a cache, `x` is a whole sequence. With one, `x` follows the first `offset`
         positions of it, and it comes back with `x` added. `key` switches dropout on."""
-        q = self._split_heads(self.query(x))
-        k = self._split_heads(self.key(x))
-        v = self._split_heads(self.value(x))
+        q, k, v = (self._split_heads(to(x)) for to in (self.query, self.key, self.value))
         if self.qk_norm is not None:
             q, k = self.qk_norm(q), self.qk_norm(k)
         q, k = self.positions(q, offset), self.positions(k, offset)
@@ -167,10 +161,16 @@ class Attention(eqx.Module):
             cache = cache.write(k, v, offset)
             k, v = cache.keys, cache.values
         out = attend(q, k, v, offset, dropout=self.dropout, dropout_key=key)
-        out = out.reshape(*x.shape[:-2], self.n_heads, *out.shape[-2:])
-        out = jnp.swapaxes(out, -2, -3).reshape(x.shape)
-        return self.output(out), cache
+        return self.output(self._merge_heads(out, x.shape)), cache
 
-    def _split_heads(self, x: Float[Array, "*batch seq d_model"]) -> Heads:
-        x = x.reshape(*x.shape[:-1], self.n_heads, -1)
-        return jnp.swapaxes(x, -2, -3).reshape(-1, x.shape[-3], x.shape[-1])
+    def _split_heads(self, x: Float[Array, "*batch seq d_model"]) -> Rows:
+        *batch, seq, d_model = x.shape
+        d_head = d_model // self.n_heads
+        x = jnp.swapaxes(x.reshape(*batch, seq, self.n_heads, d_head), -2, -3)
+        return x.reshape(math.prod(batch) * self.n_heads, seq, d_head)
+
+    def _merge_heads(
+        self, rows: Rows, shape: tuple[int, ...]
+    ) -> Float[Array, "*batch seq d_model"]:
+        rows = rows.reshape(*shape[:-2], self.n_heads, *rows.shape[-2:])
+        return jnp.swapaxes(rows, -2, -3).reshape(shape)

@@ -21,9 +21,7 @@ class Linear(eqx.Module):
     weight: Float[Array, "d_out d_in"]
     bias: Float[Array, " d_out"] | None
 
-    def __init__(
-        self, d_in: int, d_out: int, *, std: float, bias: bool = False, key: PRNGKeyArray
-    ):
+    def __init__(self, d_in: int, d_out: int, *, std: float, bias: bool = False, key: PRNGKeyArray):
         """`std`: standard deviation of the normal that the weight is drawn from (0 for zeros)."""
         self.weight = std * jax.random.normal(key, (d_out, d_in))
         self.bias = jnp.zeros(d_out) if bias else None

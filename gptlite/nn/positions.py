@@ -69,7 +69,9 @@ def _angles(seq: int, d: int, offset: Offset) -> Float[Array, "seq half_d"]:
     **Raises:** `ValueError` (while tracing) if `d` is odd.
     """
     if d % 2:
-        raise ValueError(f"Rotary and sinusoidal positions pair channels up; d must be even, got {d}.")
+        raise ValueError(
+            f"Rotary and sinusoidal positions pair channels up; d must be even, got {d}."
+        )
     frequency = 10000.0 ** (-jnp.arange(0, d, 2, dtype=jnp.float32) / d)
     position = (offset + jnp.arange(seq)).astype(jnp.float32)
     return position[:, None] * frequency

@@ -168,7 +168,7 @@ def make_tokenizer(name: str, text: str) -> Tokenizer:
         ) from error
 
 
-def tokenizer_from_json(record: dict[str, Any]) -> Tokenizer:
+def tokenizer_from_json(record: Any) -> Tokenizer:
     """The inverse of `to_json`.
 
     **Raises:** `UserError` if `record` is none of ours.

@@ -3,7 +3,6 @@
 import math
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -46,9 +45,7 @@ def bits_per_byte(val_loss: float, split: Split) -> float:
 
 
 @eqx.filter_jit
-def _summed_loss(
-    model: GPT, batches: Int[Array, "batches rows seq_and_next"]
-) -> Float[Array, ""]:
+def _summed_loss(model: GPT, batches: Int[Array, "batches rows seq_and_next"]) -> Float[Array, ""]:
     """Padding is -1, always at the end; a target of -1 counts nothing."""
 
     def batch_loss(windows):

@@ -50,19 +50,17 @@ class Progress:
 
 
 def fit(config: Config, model: GPT, split: Split) -> Iterator[Progress]:
-    """Train `model` as `config` says; yields after every dispatch.
+    """Train a copy of `model` as `config` says, in an iterator that yields after every dispatch.
 
     The batch is spread over all of JAX's devices, each of which holds all parameters.
 
-    **Raises:** `UserError` if the text is too short, the devices do not divide the batch, or the
-    loss stops being a number.
+    **Raises:** `UserError`, at once if the text is too short or the devices cannot share a batch,
+    later if the loss stops being a number.
     """
-    start = time.perf_counter()
     training = config.training
-    batches = Batches(
-        split.train, training.batch_size, config.model.context_length, training.seed
-    )
-    evaluate = Evaluation(split.validation, config.model.context_length)
+    context = config.model.context_length
+    batches = Batches(split.train, training.batch_size, context, training.seed)
+    evaluate = Evaluation(split.validation, context)
     mesh = data_mesh(training.batch_size // training.accumulation)
     everywhere = NamedSharding(mesh, PartitionSpec())
     by_row = NamedSharding(mesh, PartitionSpec(None, "data"))
@@ -70,47 +68,48 @@ def fit(config: Config, model: GPT, split: Split) -> Iterator[Progress]:
     optimizer = make_optimizer(config.optimizer, training.steps, model)
     schedule = make_schedule(config.optimizer, training.steps)
     train_steps = make_train_steps(training, optimizer)
-    # A copy, because a dispatch reuses the memory of its state and the model is the caller's.
-    state = init_state(jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, model), optimizer)
-    state = eqx.filter_shard(state, everywhere)
-
     per_dispatch = min(training.steps_per_dispatch, training.steps)
+    tokens_per_step = training.batch_size * context
 
     def dispatch(state: TrainState, step: int, count: int) -> tuple[TrainState, StepMetrics]:
-        shape = (per_dispatch, training.batch_size, config.model.context_length + 1)
-        windows = np.zeros(shape, np.int32)
+        windows = np.zeros((per_dispatch, training.batch_size, context + 1), np.int32)
         for i in range(count):
             windows[i] = batches(step + i)
         return train_steps(state, jax.device_put(windows, by_row), count)
 
-    # No steps: compiles, so that the speeds below are those of steps.
-    state, _ = dispatch(state, 0, 0)
+    def loop() -> Iterator[Progress]:
+        start = time.perf_counter()
+        # A copy, because a dispatch reuses the memory of its state, and the model is the caller's.
+        copy = jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, model)
+        state = eqx.filter_shard(init_state(copy, optimizer), everywhere)
+        # No steps: compiles, so that the speeds below are those of steps.
+        state, _ = dispatch(state, 0, 0)
+        step, step_seconds = 0, 0.0
+        while step < training.steps:
+            until_look = training.eval_every - step % training.eval_every
+            count = min(per_dispatch, until_look, training.steps - step)
+            began = time.perf_counter()
+            state, metrics = dispatch(state, step, count)
+            losses = np.asarray(metrics.loss)[:count]
+            took = time.perf_counter() - began
+            step_seconds += took
+            _check_finite(losses, step, config)
+            step += count
+            look = step % training.eval_every == 0 or step == training.steps
+            yield Progress(
+                state=state,
+                step=step,
+                tokens=step * tokens_per_step,
+                train_loss=float(losses.mean()),
+                val_loss=evaluate(state.model) if look else None,
+                learning_rate=config.optimizer.learning_rate * float(schedule(step - 1)),
+                grad_norm=float(metrics.grad_norm[count - 1]),
+                tokens_per_second=count * tokens_per_step / took,
+                step_seconds=step_seconds,
+                seconds=time.perf_counter() - start,
+            )
 
-    step, step_seconds = 0, 0.0
-    while step < training.steps:
-        until_look = training.eval_every - step % training.eval_every
-        count = min(per_dispatch, until_look, training.steps - step)
-        began = time.perf_counter()
-        state, metrics = dispatch(state, step, count)
-        losses = np.asarray(metrics.loss)[:count]
-        took = time.perf_counter() - began
-        step_seconds += took
-        _check_finite(losses, step, config)
-        step += count
-        look = step % training.eval_every == 0 or step == training.steps
-        tokens_per_step = training.batch_size * config.model.context_length
-        yield Progress(
-            state=state,
-            step=step,
-            tokens=step * tokens_per_step,
-            train_loss=float(losses.mean()),
-            val_loss=evaluate(state.model) if look else None,
-            learning_rate=config.optimizer.learning_rate * float(schedule(step - 1)),
-            grad_norm=float(metrics.grad_norm[count - 1]),
-            tokens_per_second=count * tokens_per_step / took,
-            step_seconds=step_seconds,
-            seconds=time.perf_counter() - start,
-        )
+    return loop()
 
 
 def data_mesh(rows: int) -> Mesh:

@@ -31,13 +31,12 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     return optax.join_schedules([rise, after], [warmup])
 
 
-def make_optimizer(
-    config: OptimizerConfig, steps: int, model: GPT
-) -> optax.GradientTransformation:
+def make_optimizer(config: OptimizerConfig, steps: int, model: GPT) -> optax.GradientTransformation:
     """The optimizer of a run of `steps` steps on `model`'s parameters.
 
     muon: Jordan et al., 2024, on the matrices of the blocks; AdamW (Loshchilov and Hutter, 2019)
-    on what else there is. Weight decay falls on matrices and embeddings, not on gains and biases.
+    on what else there is. AdamW's weight decay falls on matrices and embeddings, not on gains and
+    biases; Muon's on its own matrices.
     """
     schedule = make_schedule(config, steps)
     params = eqx.filter(model, eqx.is_inexact_array)

@@ -57,7 +57,7 @@ def make_train_steps(config: TrainingConfig, optimizer: optax.GradientTransforma
         )
         model = eqx.apply_updates(state.model, updates)
         state = TrainState(model, optimizer_state, state.step + 1)
-        return state, loss, optax.global_norm(grads)
+        return state, loss, optax.tree.norm(grads)
 
     @eqx.filter_jit(donate="all")
     def train_steps(

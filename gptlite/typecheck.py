@@ -1,0 +1,6 @@
+"""The checker that the import hook applies to every annotated function and module."""
+
+from beartype import BeartypeConf, beartype
+
+# The numeric tower: an int is welcome where a float is asked for, as in `dropout=0`.
+typechecker = beartype(conf=BeartypeConf(is_pep484_tower=True))

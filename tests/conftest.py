@@ -1,0 +1,105 @@
+"""What the tests share: a text of their own, the shared corpus, tiny models."""
+
+import dataclasses
+import os
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import settings
+
+from gptlite.config import ModelConfig
+from gptlite.models.gpt import GPT
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED = ROOT.parent / "shared"
+if (SHARED / "tiktoken_cache").is_dir():
+    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
+
+# Compiling takes what time it takes; and the same examples every time.
+settings.register_profile("gptlite", deadline=None, derandomize=True)
+settings.load_profile("gptlite")
+
+# 1,400 characters: enough for a tiny model's training and validation windows.
+TEXT = (
+    "The miller counts his sacks by candle light,\n"
+    "and every sack is one that he can lift;\n"
+    "the baker counts his loaves before the night,\n"
+    "and what is left at dawn he calls a gift.\n"
+    "So count with me, he said: one, two, and three;\n"
+    "the fourth is yours, the fifth belongs to me.\n\n"
+) * 5
+
+VOCAB = 13
+TINY = ModelConfig(n_layers=2, n_heads=2, d_model=16, context_length=12)
+# One of each block and each way of putting them together.
+VARIANTS = {
+    "default": {},
+    "layer-norm": {"norm": "layer", "bias": True},
+    "gelu": {"mlp": "gelu"},
+    "silu": {"mlp": "silu"},
+    "relu": {"mlp": "relu"},
+    "swiglu": {"mlp": "swiglu"},
+    "learned": {"positions": "learned"},
+    "sinusoidal": {"positions": "sinusoidal"},
+    "no-positions": {"positions": "none"},
+    "no-qk-norm": {"qk_norm": False},
+    "scan": {"stack": "scan"},
+    "gpt2": {
+        "norm": "layer",
+        "mlp": "gelu",
+        "positions": "learned",
+        "qk_norm": False,
+        "bias": True,
+        "tied_head": True,
+        "init": "gpt2",
+    },
+}
+
+
+def tiny_model(**changes) -> GPT:
+    """A tiny model whose every parameter is drawn at random: nothing is zero, so nothing hides.
+
+    Drawn by NumPy, because to compile a model's own initialisation takes seconds.
+    """
+    config = dataclasses.replace(TINY, **changes)
+    skeleton = eqx.filter_eval_shape(GPT, config, VOCAB, key=jax.random.key(0))
+    random = np.random.default_rng(0)
+
+    def draw(leaf):
+        if not isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        return jnp.asarray(random.normal(scale=leaf.shape[-1] ** -0.5, size=leaf.shape), leaf.dtype)
+
+    return jax.tree.map(draw, skeleton)
+
+
+@pytest.fixture(scope="session", params=list(VARIANTS))
+def variant(request) -> GPT:
+    """A model for each entry of VARIANTS."""
+    return tiny_model(**VARIANTS[request.param])
+
+
+@pytest.fixture(scope="session")
+def shakespeare() -> str:
+    """TinyShakespeare, where a copy is at hand."""
+    for path in (
+        SHARED / "data" / "tinyshakespeare.txt",
+        ROOT / "data" / "tinyshakespeare.txt",
+    ):
+        if path.is_file():
+            return path.read_bytes().decode("utf-8")
+    pytest.skip("TinyShakespeare is neither in data/ nor in a shared folder beside the clone")
+
+
+@pytest.fixture(scope="session")
+def tiktoken_gpt2():
+    """tiktoken's gpt2 encoding, where its files are at hand."""
+    import tiktoken
+
+    if "TIKTOKEN_CACHE_DIR" not in os.environ:
+        pytest.skip("tiktoken's files are not in a shared folder beside the clone")
+    return tiktoken.get_encoding("gpt2")

@@ -1,0 +1,115 @@
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import TINY, VARIANTS, VOCAB, tiny_model
+
+from gptlite.config import SamplingConfig, UserError
+from gptlite.generation.generate import generate
+
+C = TINY.context_length
+forward = eqx.filter_jit(lambda model, ids: model(ids))
+GREEDY = SamplingConfig(greedy=True)
+
+
+def seen_from(prompt: int, place: int) -> int:
+    """Where the stretch of text starts that the token at `place` is drawn from, by the rule in
+    `gptlite.generation.generate`: a full context is cut to its last half before it is added to."""
+    start = 0
+    for end in range(prompt, place):  # the token at `end` is added to the text from `start`
+        if end - start == C:
+            start = end - C // 2
+    return start
+
+
+@pytest.mark.parametrize("prompt", [1, 5, C])
+def test_greedy_generation_is_the_uncached_argmax(variant, prompt):
+    """Far beyond the context, for every position encoding."""
+    text = jax.random.randint(jax.random.key(0), (2, prompt), 0, VOCAB)
+    new = generate(variant, text, 3 * C, GREEDY, keys=jax.random.split(jax.random.key(0), 2))
+    text = np.concatenate([text, new], axis=1)
+    for place in range(prompt, prompt + 3 * C):
+        window = text[:, seen_from(prompt, place) : place]
+        padded = np.pad(window, ((0, 0), (0, C - window.shape[1])))
+        logits = forward(variant, jnp.asarray(padded))[:, window.shape[1] - 1]
+        chosen = np.take_along_axis(np.asarray(logits), text[:, place, None], axis=-1)[:, 0]
+        # The cached program may round otherwise, and then take the other of two near equals.
+        np.testing.assert_allclose(chosen, logits.max(-1), atol=1e-4)
+
+
+def test_cached_logits_are_the_uncached_ones(variant):
+    ids = jax.random.randint(jax.random.key(1), (2, C), 0, VOCAB)
+    whole = forward(variant, ids)
+
+    @eqx.filter_jit
+    def extend(model, ids, cache):
+        hidden, cache = model.hidden(ids, cache)
+        return model.logits(hidden), cache
+
+    for model in (variant, variant.unstacked()):
+        cache, parts = model.init_cache((2,)), []
+        for step in [1] * C:
+            done = int(cache.length)
+            logits, cache = extend(model, ids[:, done : done + step], cache)
+            parts.append(logits)
+        assert int(cache.length) == C
+        np.testing.assert_allclose(jnp.concatenate(parts, axis=1), whole, atol=1e-4)
+
+
+def test_a_batch_gives_what_its_rows_give_alone():
+    model = tiny_model()
+    prompts = jax.random.randint(jax.random.key(0), (4, 3), 0, VOCAB)
+    keys = jax.random.split(jax.random.key(1), 4)
+    config = SamplingConfig(temperature=0.8, top_k=9, top_p=0.95)
+    together = generate(model, prompts, 40, config, keys=keys)
+    for row in range(4):
+        alone = generate(model, prompts[row : row + 1], 40, config, keys=keys[row : row + 1])
+        np.testing.assert_array_equal(alone[0], together[row])
+
+
+def test_the_same_key_gives_the_same_text_and_another_another():
+    model = tiny_model()
+    prompt = jnp.zeros((1, 1), jnp.int32)
+    first, again, other = (
+        generate(model, prompt, 50, keys=jax.random.key(seed)[None]) for seed in (0, 0, 1)
+    )
+    np.testing.assert_array_equal(first, again)
+    assert not np.array_equal(first, other)
+
+
+def test_a_longer_text_begins_as_the_shorter_one():
+    model = tiny_model()
+    prompt, keys = jnp.zeros((1, 2), jnp.int32), jax.random.key(0)[None]
+    long, short = (generate(model, prompt, n, keys=keys) for n in (70, 33))
+    np.testing.assert_array_equal(long[:, :33], short)
+
+
+def test_padded_ids_are_never_sampled():
+    skeleton = tiny_model()
+    rows = jnp.ones((64, TINY.d_model))
+    model = eqx.tree_at(
+        lambda m: (m.embedding.weight, m.head.weight), skeleton, (rows, -rows.at[VOCAB:].mul(-9))
+    )
+    new = generate(
+        model, jnp.zeros((3, 1), jnp.int32), 60, keys=jax.random.split(jax.random.key(0), 3)
+    )
+    assert int(new.max()) < VOCAB
+
+
+@pytest.mark.parametrize("length", [0, C + 1])
+def test_a_prompt_that_does_not_fit_is_refused(length):
+    with pytest.raises(UserError, match=f"1 to {C} tokens .*got {length}"):
+        generate(tiny_model(), jnp.zeros((1, length), jnp.int32), 5, keys=jax.random.key(0)[None])
+
+
+def test_a_context_of_one_token_goes_on():
+    model = tiny_model(context_length=1)
+    new = generate(model, jnp.zeros((1, 1), jnp.int32), 5, GREEDY, keys=jax.random.key(0)[None])
+    text = [0, *new[0].tolist()]
+    for before, after in zip(text, text[1:], strict=False):
+        assert after == int(forward(model, jnp.array([before]))[0].argmax())
+
+
+def test_every_variant_was_tried():
+    assert {"learned", "sinusoidal", "no-positions", "default", "scan"} <= set(VARIANTS)

@@ -1,0 +1,78 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gptlite.config import SamplingConfig, UserError
+from gptlite.generation.sampling import candidates, sample
+
+
+def reference(logits, config):
+    """The ids kept of one row, by sorting and counting."""
+    logits = np.asarray(logits, np.float32) / np.float32(config.temperature)
+    order = np.argsort(-logits, kind="stable")
+    if config.top_k is not None:
+        order = order[: config.top_k]
+    if config.top_p is not None:
+        p = np.exp(logits[order].astype(np.float64) - logits.max())
+        p /= p.sum()
+        reached = np.concatenate([[0.0], np.cumsum(p)[:-1]])
+        order = order[reached < config.top_p]
+    if config.min_p is not None and config.min_p > 0:
+        order = order[logits[order] >= logits.max() + np.log(config.min_p)]
+    return set(order.tolist())
+
+
+@given(
+    # Multiples of 1/16 make ties, and sums that no rounding can put on the other side of a bound.
+    logits=st.lists(st.integers(-80, 80), min_size=16, max_size=16),
+    temperature=st.sampled_from([0.5, 1.0, 2.0]),
+    top_k=st.sampled_from([None, 1, 5, 16, 40]),
+    top_p=st.none() | st.floats(0.01, 1.0),
+    min_p=st.none() | st.floats(0.0, 1.0),
+)
+def test_filters_keep_exactly_what_the_reference_keeps(logits, temperature, top_k, top_p, min_p):
+    config = SamplingConfig(temperature, top_k, top_p, min_p)
+    row = jnp.asarray([logits], jnp.float32) / 16
+    kept, ids = candidates(row, config)
+    assert set(ids[0][jnp.isfinite(kept[0])].tolist()) == reference(row[0], config)
+    np.testing.assert_allclose(
+        kept[0][jnp.isfinite(kept[0])],
+        (row[0] / temperature)[ids[0]][jnp.isfinite(kept[0])],
+    )
+
+
+def test_draws_follow_the_filtered_distribution():
+    logits = jnp.log(jnp.array([[0.1, 0.4, 0.05, 0.3, 0.15]]))
+    keys = jax.random.split(jax.random.key(0), 20_000)
+    drawn = jax.vmap(lambda key: sample(logits, SamplingConfig(top_k=3), key[None])[0])(keys)
+    share = np.bincount(drawn, minlength=5) / 20_000
+    # Four standard errors of a share near 0.4.
+    np.testing.assert_allclose(share, np.array([0, 0.4, 0, 0.3, 0.15]) / 0.85, atol=0.014)
+
+
+def test_greedy_is_the_most_probable_token():
+    logits = jax.random.normal(jax.random.key(0), (6, 9))
+    keys = jax.random.split(jax.random.key(1), 6)
+    greedy = sample(logits, SamplingConfig(greedy=True), keys)
+    np.testing.assert_array_equal(greedy, logits.argmax(-1))
+    np.testing.assert_array_equal(greedy, sample(logits, SamplingConfig(top_k=1), keys))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"temperature": -1.0}, "temperature must be a positive number, got -1.0"),
+        ({"temperature": 0.0}, "use greedy"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_k": 0}, "top_k must be at least 1, got 0"),
+        ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"min_p": -0.1}, "min_p must be between 0.0 and 1.0, got -0.1"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings, words):
+    with pytest.raises(UserError, match=words):
+        SamplingConfig(**settings)

@@ -1,0 +1,145 @@
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jaxtyping import TypeCheckError
+
+from gptlite.nn import Attention, LayerCache, NoPositions, Rotary, attend
+from gptlite.nn.attention import attend_fused, attend_plain
+
+
+def reference(query, key, value, offset=0):
+    """softmax(Q Kᵀ / sqrt(d)) V in float64, one query at a time, over the keys it may see."""
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    out = np.zeros((*query.shape[:-1], value.shape[-1]))
+    for row in range(query.shape[0]):
+        for i in range(query.shape[1]):
+            seen = offset + i + 1
+            scores = key[row, :seen] @ query[row, i] / np.sqrt(query.shape[-1])
+            weights = np.exp(scores - scores.max())
+            out[row, i] = (weights / weights.sum()) @ value[row, :seen]
+    return out
+
+
+def random_qkv(queries, keys, scale=1.0):
+    shapes = [(3, queries, 8), (3, keys, 8), (3, keys, 8)]
+    keys = jax.random.split(jax.random.key(0), 3)
+    return [scale * jax.random.normal(k, shape) for k, shape in zip(keys, shapes, strict=True)]
+
+
+@pytest.mark.parametrize("attend_fn", [attend, attend_plain, attend_fused])
+@pytest.mark.parametrize(
+    ("queries", "keys", "offset"), [(9, 9, 0), (1, 9, 0), (1, 9, 8), (4, 9, 3)]
+)
+def test_attention_is_the_formula(attend_fn, queries, keys, offset):
+    q, k, v = random_qkv(queries, keys)
+    # 1e-5: float32 sums of 8 to 9 terms of size 1, against float64.
+    np.testing.assert_allclose(
+        attend_fn(q, k, v, offset), reference(q, k, v, offset), rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("attend_fn", [attend_plain, attend_fused])
+def test_large_scores_neither_overflow_nor_lose_the_sum(attend_fn):
+    q, k, v = random_qkv(6, 6, scale=40.0)
+    out = attend_fn(q, k, v)
+    # Scores reach 5,000, and float32 holds those to 5e-4: an error that the exponential passes on.
+    np.testing.assert_allclose(out, reference(q, k, v), rtol=5e-3, atol=5e-2)
+
+
+def test_the_offset_may_be_known_only_at_run_time():
+    q, k, v = random_qkv(2, 9)
+    out = jax.jit(attend)(q, k, v, jnp.asarray(4))
+    np.testing.assert_allclose(out, reference(q, k, v, 4), rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_plain_and_fused_agree():
+    q, k, v = random_qkv(7, 7)
+    grads = [
+        jax.grad(lambda args, f=f: jnp.sum(jnp.sin(f(*args))))((q, k, v))
+        for f in (attend_plain, attend_fused)
+    ]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *grads)
+
+
+def test_bfloat16_stays_near_float32():
+    q, k, v = random_qkv(9, 9)
+    out = attend_plain(*(x.astype(jnp.bfloat16) for x in (q, k, v)))
+    assert out.dtype == jnp.bfloat16
+    # bfloat16 holds 8 bits: 2^-8 of values of size 1, some roundings deep.
+    np.testing.assert_allclose(out.astype(jnp.float32), reference(q, k, v), atol=0.05)
+
+
+def test_dropout_on_weights_keeps_the_mean_and_needs_a_key():
+    q, k, v = random_qkv(5, 5)
+    dropout = eqx.nn.Dropout(0.5)
+    plain = attend_plain(q, k, v, dropout=dropout)
+    np.testing.assert_array_equal(plain, attend_plain(q, k, v))
+    many = jax.vmap(lambda key: attend_plain(q, k, v, dropout=dropout, dropout_key=key))(
+        jax.random.split(jax.random.key(1), 4000)
+    )
+    assert not np.allclose(many[0], many[1])
+    # Standard error of the mean of 4,000 draws of size about 1.
+    np.testing.assert_allclose(many.mean(0), plain, atol=6 / np.sqrt(4000))
+
+
+def attention(**options) -> Attention:
+    options = {"positions": Rotary(), "std": 0.5, "output_std": 0.5} | options
+    return Attention(16, 4, key=jax.random.key(0), **options)
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_multi_head_attention_is_its_parts(qk_norm):
+    module = attention(qk_norm=qk_norm, bias=True)
+    x = jax.random.normal(jax.random.key(1), (6, 16))
+    out, cache = module(x)
+    assert cache is None
+
+    def heads(linear):
+        y = np.asarray(x, np.float64) @ np.asarray(linear.weight).T + np.asarray(linear.bias)
+        return y.reshape(6, 4, 4).transpose(1, 0, 2)
+
+    def rotate(y):
+        y = y / np.sqrt((y**2).mean(-1, keepdims=True) + 1e-6) if qk_norm else y
+        angle = np.arange(6)[:, None] / 10000 ** (np.arange(2) / 2)
+        a, b = y[..., :2], y[..., 2:]
+        cos, sin = np.cos(angle), np.sin(angle)
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+    mixed = reference(rotate(heads(module.query)), rotate(heads(module.key)), heads(module.value))
+    expected = mixed.transpose(1, 0, 2).reshape(6, 16) @ np.asarray(module.output.weight).T
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
+
+
+@settings(max_examples=20)
+@given(first=st.integers(0, 8))
+def test_a_cache_read_in_two_parts_equals_one_whole(first):
+    module = attention()
+    x = jax.random.normal(jax.random.key(1), (2, 8, 16))
+    whole, _ = module(x)
+    empty = jnp.zeros((2 * 4, 10, 4))
+    cache = LayerCache(empty, empty)
+    a, cache = module(x[:, :first], cache, 0)
+    b, cache = module(x[:, first:], cache, first)
+    np.testing.assert_allclose(jnp.concatenate([a, b], 1), whole, rtol=1e-5, atol=1e-5)
+
+
+def test_heads_that_do_not_divide_the_width_are_refused():
+    with pytest.raises(ValueError, match="multiple of n_heads, got 16 and 3"):
+        Attention(16, 3, positions=NoPositions(), std=1.0, output_std=1.0, key=jax.random.key(0))
+
+
+def test_an_odd_head_cannot_rotate():
+    module = Attention(6, 2, positions=Rotary(), std=1.0, output_std=1.0, key=jax.random.key(0))
+    with pytest.raises(ValueError, match="must be even, got 3"):
+        module(jnp.zeros((2, 6)))
+
+
+def test_a_wrong_width_names_function_argument_and_axes():
+    with pytest.raises(TypeCheckError) as error:
+        attend(jnp.zeros((2, 3, 8)), jnp.zeros((2, 3, 9)), jnp.zeros((2, 3, 8)))
+    for words in ("gptlite.nn.attention.attend", "'key'", "rows keys d_head", "d_head=8"):
+        assert words in str(error.value)

@@ -1,0 +1,177 @@
+"""Linear, norms, positions, MLPs, stack: each against its formula or a second implementation."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.scipy.special import erf
+
+from gptlite.nn import (
+    MLP,
+    Embedding,
+    LayerNorm,
+    Learned,
+    Linear,
+    NoPositions,
+    RMSNorm,
+    Rotary,
+    Sinusoidal,
+    Stack,
+    SwiGLU,
+)
+from gptlite.nn.mlp import ACTIVATIONS
+
+KEY = jax.random.key(0)
+X = jax.random.normal(jax.random.key(1), (2, 5, 8))
+
+
+def each_token(layer, x):
+    return jax.vmap(jax.vmap(layer))(x)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_is_equinoxs(bias):
+    ours = Linear(8, 3, std=1.0, bias=bias, key=KEY)
+    if bias:
+        ours = eqx.tree_at(lambda layer: layer.bias, ours, jnp.arange(3.0))
+    theirs = eqx.nn.Linear(8, 3, use_bias=bias, key=KEY)
+    theirs = eqx.tree_at(lambda layer: layer.weight, theirs, ours.weight)
+    if bias:
+        theirs = eqx.tree_at(lambda layer: layer.bias, theirs, ours.bias)
+    np.testing.assert_allclose(ours(X), each_token(theirs, X), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(ours(X[0, 0]), theirs(X[0, 0]), rtol=1e-5, atol=1e-5)
+
+
+def test_linear_draws_the_standard_deviation_asked_for():
+    weight = Linear(200, 300, std=0.3, key=KEY).weight
+    np.testing.assert_allclose(weight.std(), 0.3, rtol=0.02)
+    assert not Linear(4, 4, std=0.0, key=KEY).weight.any()
+
+
+def test_embedding_takes_rows():
+    table = Embedding(6, 3, std=1.0, key=KEY)
+    np.testing.assert_array_equal(table(jnp.array([[5, 0], [2, 2]]))[1, 0], table.weight[2])
+
+
+def test_rms_norm_is_equinoxs():
+    ours, theirs = RMSNorm(8), eqx.nn.RMSNorm(8, eps=1e-6, use_bias=False)
+    gain = jnp.arange(8.0)
+    ours = eqx.tree_at(lambda n: n.weight, ours, gain)
+    theirs = eqx.tree_at(lambda n: n.weight, theirs, gain)
+    np.testing.assert_allclose(ours(X), each_token(theirs, X), rtol=1e-5, atol=1e-6)
+    bare = RMSNorm(8, use_weight=False)(X)
+    np.testing.assert_allclose(jnp.mean(bare**2, -1), 1.0, rtol=1e-4)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_layer_norm_is_equinoxs(bias):
+    ours, theirs = LayerNorm(8, bias=bias), eqx.nn.LayerNorm(8, use_bias=bias)
+    ours = eqx.tree_at(lambda n: n.weight, ours, jnp.arange(8.0))
+    theirs = eqx.tree_at(lambda n: n.weight, theirs, jnp.arange(8.0))
+    if bias:
+        ours = eqx.tree_at(lambda n: n.bias, ours, jnp.arange(8.0))
+        theirs = eqx.tree_at(lambda n: n.bias, theirs, jnp.arange(8.0))
+    np.testing.assert_allclose(ours(X), each_token(theirs, X), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm", [RMSNorm(8), LayerNorm(8)])
+def test_norms_keep_half_precision_from_overflowing(norm):
+    large = jnp.full((8,), 300.0, jnp.float16).at[0].set(-300.0)
+    out = norm(large)
+    assert out.dtype == jnp.float16
+    np.testing.assert_allclose(out.astype(jnp.float32), norm(large.astype(jnp.float32)), rtol=2e-3)
+
+
+@given(
+    offset=st.integers(0, 500),
+    distance=st.integers(0, 20),
+    d=st.sampled_from([2, 8, 16]),
+)
+def test_rotary_products_depend_on_distance_alone(offset, distance, d):
+    q, k = jax.random.normal(KEY, (2, 1, d))
+    rotary = Rotary()
+
+    def product(at):
+        return jnp.vdot(rotary(q, jnp.asarray(at + distance)), rotary(k, jnp.asarray(at)))
+
+    # Angles up to 520 radians in float32 are right to 3e-5.
+    np.testing.assert_allclose(product(offset), product(0), rtol=1e-3, atol=1e-3)
+
+
+def test_rotary_keeps_lengths_and_leaves_position_0():
+    out = Rotary()(X)
+    np.testing.assert_allclose(
+        jnp.linalg.norm(out, axis=-1), jnp.linalg.norm(X, axis=-1), rtol=1e-5
+    )
+    np.testing.assert_array_equal(out[:, 0], X[:, 0])
+
+
+def test_sinusoidal_is_the_papers_table():
+    table = np.asarray(Sinusoidal()(jnp.zeros((5, 8)), 3))
+    for t in range(5):
+        for i in range(4):
+            angle = (t + 3) / 10000 ** (2 * i / 8)
+            np.testing.assert_allclose(table[t, 2 * i], np.sin(angle), atol=1e-6)
+            np.testing.assert_allclose(table[t, 2 * i + 1], np.cos(angle), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [Rotary(), Sinusoidal(), NoPositions(), Learned(9, 8, std=1.0, key=KEY)],
+    ids=lambda p: type(p).__name__,
+)
+def test_an_offset_continues_where_a_longer_sequence_would(positions):
+    x = jax.random.normal(KEY, (9, 8))
+    np.testing.assert_allclose(positions(x[4:], jnp.asarray(4)), positions(x)[4:], atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["gelu", "silu", "relu", "relu2"])
+def test_activations_are_their_formulas(name):
+    x = np.linspace(-4, 4, 50)
+    expected = {
+        "gelu": x * (1 + np.asarray(erf(x / np.sqrt(2)))) / 2,
+        "silu": x / (1 + np.exp(-x)),
+        "relu": np.maximum(x, 0),
+        "relu2": np.maximum(x, 0) ** 2,
+    }[name]
+    # GELU is the tanh approximation, 5e-4 from the exact one.
+    tolerance = 1e-3 if name == "gelu" else 1e-5
+    np.testing.assert_allclose(ACTIVATIONS[name](jnp.asarray(x)), expected, atol=tolerance)
+
+
+def test_mlp_and_swiglu_are_their_formulas():
+    x = np.asarray(X, np.float64)
+    mlp = MLP(8, 12, activation=ACTIVATIONS["relu2"], std=0.5, down_std=0.5, bias=True, key=KEY)
+    up = np.maximum(x @ np.asarray(mlp.up.weight).T, 0) ** 2
+    np.testing.assert_allclose(mlp(X), up @ np.asarray(mlp.down.weight).T, rtol=1e-4, atol=1e-4)
+    glu = SwiGLU(8, 12, std=0.5, down_std=0.5, key=KEY)
+    gate = x @ np.asarray(glu.gate.weight).T
+    mixed = gate / (1 + np.exp(-gate)) * (x @ np.asarray(glu.up.weight).T)
+    np.testing.assert_allclose(glu(X), mixed @ np.asarray(glu.down.weight).T, rtol=1e-4, atol=1e-4)
+
+
+class Affine(eqx.Module):
+    """The smallest thing with a block's call."""
+
+    linear: Linear
+
+    def __call__(self, x, cache=None, offset=0, *, key=None):
+        noise = 0.0 if key is None else jax.random.normal(key, x.shape)
+        return x + self.linear(x) + noise, cache
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("key", [None, KEY])
+def test_a_stack_is_its_blocks_one_after_the_other(scan, key):
+    stack = Stack(lambda k: Affine(Linear(8, 8, std=0.3, key=k)), 3, scan=scan, key=KEY)
+    assert stack.blocks.linear.weight.shape == (3, 8, 8)
+    x, keys = X, [None] * 3 if key is None else jax.random.split(key, 3)
+    for weight, layer_key in zip(stack.blocks.linear.weight, keys, strict=True):
+        noise = 0.0 if layer_key is None else jax.random.normal(layer_key, x.shape)
+        x = x + x @ weight.T + noise
+    out, cache = stack(X, key=key)
+    assert cache is None
+    np.testing.assert_allclose(out, x, rtol=1e-5, atol=1e-5)

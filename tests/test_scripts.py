@@ -1,0 +1,234 @@
+"""The two commands, as a person types them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, TEXT
+
+import sample
+import train
+from gptlite.cli import parse_sample, parse_train
+from gptlite.config import PRESETS
+
+TINY = [
+    "--model.n-layers",
+    "1",
+    "--model.n-heads",
+    "2",
+    "--model.d-model",
+    "16",
+    "--model.context-length",
+    "16",
+    "--training.batch-size",
+    "4",
+    "--training.steps",
+    "30",
+    "--training.eval-every",
+    "20",
+    "--training.steps-per-dispatch",
+    "10",
+    "--training.sample-tokens",
+    "20",
+]
+
+
+def command(script: str, *words: str, cwd: Path, text: str = "") -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, str(ROOT / script), *words],
+        cwd=cwd,
+        input=text,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A folder with a text and one finished run of it, made by the real command."""
+    path = tmp_path_factory.mktemp("place")
+    (path / "rhyme.txt").write_text(TEXT, encoding="utf-8")
+    done = command(
+        "train.py", "quick", "--data.corpus", "rhyme.txt", "--run", "one", *TINY, cwd=path
+    )
+    assert done.returncode == 0, done.stderr
+    (path / "train.log").write_text(done.stdout)
+    return path
+
+
+def test_training_leaves_all_that_it_should(place):
+    run = place / "runs" / "one"
+    assert {path.name for path in run.iterdir()} == {
+        "config.json",
+        "tokenizer.json",
+        "metrics.jsonl",
+        "best.safetensors",
+        "last.safetensors",
+        "loss.png",
+        "result.json",
+    }
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [10, 20, 30]
+    result = json.loads((run / "result.json").read_text())
+    evaluated = [record["val_loss"] for record in records if "val_loss" in record]
+    assert result["best_val_loss"] == min(evaluated)
+    assert result["final_val_loss"] == evaluated[-1]
+    assert result["steps"] == 30
+    assert result["tokens"] == 30 * 4 * 16
+    assert result["corpus"] == "rhyme.txt"
+    assert result["corpus_characters"] == len(TEXT)
+    assert 0 < result["train_seconds"] < result["total_seconds"]
+    assert {"val_bits_per_byte", "parameters", "tokens_per_second", "corpus_sha256", "seed"} <= set(
+        result
+    )
+    assert (run / "loss.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_piped_output_is_plain_lines_that_end_with_the_next_command(place):
+    log = (place / "train.log").read_text()
+    assert "\r" not in log
+    assert "\x1b" not in log
+    for words in ("step 20/30", "validation loss", "    | ", "best validation loss"):
+        assert words in log
+    last = log.strip().splitlines()[-1].strip()
+    assert last == "python sample.py --run runs/one --prompt The"
+
+
+def test_sampling_writes_the_text_and_nothing_else_and_the_same_again(place):
+    words = ("--prompt", "The miller", "--max-new-tokens", "40", "--top-k", "5", "--seed", "3")
+    first = command("sample.py", *words, cwd=place)
+    assert first.returncode == 0, first.stderr
+    assert len(first.stdout) == 40 + 1
+    assert set(first.stdout) <= set(TEXT)
+    assert first.stderr == ""
+    again = command("sample.py", "--run", "one", *words[2:], cwd=place, text="The miller")
+    assert again.stdout == first.stdout
+    (place / "prompt.txt").write_text("The miller")
+    third = command(
+        "sample.py", "--run", "runs/one", "--prompt-file", "prompt.txt", "--num-samples", "2",
+        *words[2:], cwd=place,
+    )  # fmt: skip
+    samples = third.stdout.split("\n---\n")
+    assert len(samples) == 2
+    assert samples[0] + "\n" == first.stdout
+    assert samples[1] != samples[0]
+
+
+def test_a_stop_string_ends_the_text(place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    arguments = ["--prompt", "The", "--max-new-tokens", "200", "--greedy"]
+    sample.sample(parse_sample(arguments))
+    whole = capsys.readouterr().out
+    stop = whole[20:22]
+    sample.sample(parse_sample([*arguments, "--stop", stop]))
+    assert capsys.readouterr().out == whole[: whole.index(stop)] + "\n"
+
+
+def run_main(script, argv, monkeypatch, capsys) -> tuple[int, str]:
+    """Exit code and standard error of a script's main, in this process."""
+    monkeypatch.setattr(sys, "argv", [script.__name__ + ".py", *argv])
+    with pytest.raises(SystemExit) as stop:
+        script.main()
+    return stop.value.code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--prompt", ""], "prompt is empty"),
+        (["--prompt", "The 🙂"], "U+1F642"),
+        (["--prompt", "T" * 17], "got 17"),
+        (["--prompt", "T", "--temperature", "-1"], "temperature must be"),
+        (["--prompt", "T", "--top-p", "0"], "top_p must be"),
+        (["--prompt", "T", "--top-k", "0"], "top_k must be"),
+        (["--prompt", "T", "--min-p", "2"], "min_p must be"),
+        (["--prompt", "T", "--max-new-tokens", "0"], "max_new_tokens must be"),
+        (["--prompt", "T", "--num-samples", "-2"], "num_samples must be"),
+        (["--prompt", "T", "--seed", "-1"], "seed must be"),
+        (["--prompt", "T", "--run", "absent"], "absent is not a run"),
+        (["--prompt-file", "absent.txt"], "absent.txt"),
+        (["--prompt", "T", "--prompt-file", "rhyme.txt"], "not with both"),
+        (["--prompt", "T", "--max-new-tokens", "many"], "many"),
+    ],
+)
+def test_sampling_refuses_with_a_sentence(place, argv, words, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    code, error = run_main(sample, argv, monkeypatch, capsys)
+    assert code == 2
+    assert words in " ".join(error.replace("│", " ").split())
+    assert "Traceback" not in error
+
+
+def test_sampling_without_a_run_says_what_to_do(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code, error = run_main(sample, ["--prompt", "T"], monkeypatch, capsys)
+    assert code == 2
+    assert "run `python train.py` first" in error
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["nonsense"], "quick"),
+        (["--model.n-heads", "3"], "multiple of model.n_heads"),
+        (["--training.steps", "0"], "training.steps must be at least 1"),
+        (["--training.batch-size", "6", "--training.accumulation", "4"], "must divide"),
+        (["--optimizer.schedule", "jagged"], "jagged"),
+        (["--data.corpus", "absent.txt"], "no corpus absent.txt"),
+        (["--data.corpus", "rhyme.txt", "--data.tokenizer", "words"], "no tokenizer 'words'"),
+        (["--data.corpus", "short.txt"], "too short"),
+        (["--data.corpus", "rhyme.txt", "--run", "one"], "--overwrite"),
+        (["--data.corpus", "rhyme.txt", "--run", "a/b"], "'a/b'"),
+        (["--data.corpus", "rhyme.txt", "--run", ""], "''"),
+        (["--data.corpus", "rhyme.txt", "--run", ".."], "'..'"),
+    ],
+)
+def test_training_refuses_with_a_sentence_and_leaves_nothing(
+    place, argv, words, monkeypatch, capsys
+):
+    monkeypatch.chdir(place)
+    (place / "short.txt").write_text("short")
+    before = sorted(str(path) for path in place.rglob("*"))
+    code, error = run_main(train, argv, monkeypatch, capsys)
+    assert code == 2
+    assert words in " ".join(error.replace("│", " ").split())
+    assert "Traceback" not in error
+    assert sorted(str(path) for path in place.rglob("*")) == before
+
+
+def test_summary_prints_the_table_and_trains_nothing(place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    train.train(parse_train(["s", "--data.corpus", "rhyme.txt", "--summary", "--run", "two"]))
+    out = capsys.readouterr().out
+    assert "stack.blocks.attention.query (x 4)" in out
+    assert "FLOPs a token, training" in out
+    assert not (place / "runs" / "two").exists()
+
+
+def test_presets_and_what_follows_them():
+    for name, (_, config) in PRESETS.items():
+        assert parse_train([name]).config == config
+    assert parse_train([]).config == PRESETS["quick"][1]
+    changed = parse_train(["m", "--model.dropout", "0.5", "--training.seed", "7"]).config
+    assert (changed.model.dropout, changed.training.seed) == (0.5, 7)
+    assert changed.model.d_model == 384
+    assert parse_train(["--training.seed", "7", "s"]).config.model.context_length == 64
+
+
+@pytest.mark.parametrize("script", ["train.py", "sample.py"])
+def test_help_answers_without_waiting_for_jax(script):
+    program = (
+        f"import runpy, sys; sys.argv = ['{script}', '--help']\n"
+        "try:\n"
+        f"    runpy.run_path('{script}', run_name='__main__')\n"
+        "except SystemExit as stop:\n"
+        "    assert not stop.code\n"
+        "assert 'jax' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "seed INT" in done.stdout

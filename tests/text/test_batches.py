@@ -1,0 +1,88 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gptlite.config import UserError
+from gptlite.text.batches import Batches, split_corpus, split_windows
+from gptlite.text.tokenizer import make_tokenizer
+
+
+@given(
+    tokens=st.integers(20, 400),
+    batch_size=st.integers(1, 7),
+    context=st.integers(1, 10),
+    seed=st.integers(0, 2**31 - 1),
+)
+def test_an_epoch_visits_every_window_once(tokens, batch_size, context, seed):
+    batches = Batches(np.arange(tokens), batch_size, context, seed)
+    per_epoch = batches.windows_per_epoch
+    steps = -(-2 * per_epoch // batch_size)
+    rows = np.concatenate([batches(step) for step in range(steps)])
+    assert rows.shape == (steps * batch_size, context + 1)
+    # Ids are their own places, so each row shows where it was cut.
+    np.testing.assert_array_equal(rows, rows[:, :1] + np.arange(context + 1))
+    for epoch in range(2):
+        starts = np.sort(rows[epoch * per_epoch : (epoch + 1) * per_epoch, 0])
+        np.testing.assert_array_equal(np.diff(starts), context)
+        assert 0 <= starts[0] < context
+        assert starts[-1] + context < tokens
+        # No window more would fit, whatever the offset.
+        assert starts[-1] + 3 * context >= tokens
+
+
+def test_a_batch_depends_on_seed_and_step_alone():
+    tokens = np.arange(1000)
+    first = Batches(tokens, 4, 8, seed=1)
+    later = first(50)
+    np.testing.assert_array_equal(Batches(tokens, 4, 8, seed=1)(50), later)
+    assert not np.array_equal(Batches(tokens, 4, 8, seed=2)(50), later)
+    assert not np.array_equal(first(51), later)
+
+
+def test_the_order_is_pinned():
+    """The same on every machine and version: these are the numbers of the first one."""
+    np.testing.assert_array_equal(
+        Batches(np.arange(100), 6, 10, seed=3)(0)[:, 0], [55, 5, 75, 45, 15, 65]
+    )
+
+
+def test_epochs_differ_in_order_and_offset():
+    batches = Batches(np.arange(10_000), 100, 99, seed=0)
+    epochs = np.stack([batches(step)[:, 0] for step in range(4)])
+    assert batches.windows_per_epoch == 100
+    assert len({int(starts.min()) for starts in epochs}) > 1
+    orders = {tuple((starts - starts.min()).tolist()) for starts in epochs}
+    assert len(orders) == 4
+
+
+def test_too_short_a_text_is_refused():
+    with pytest.raises(UserError, match=r"15 tokens.*at least 16"):
+        Batches(np.arange(15), 1, 8, seed=0)
+    Batches(np.arange(16), 1, 8, seed=0)(0)
+
+
+@given(tokens=st.integers(2, 300), context=st.integers(1, 20))
+def test_validation_windows_hold_every_target_once(tokens, context):
+    ids = np.arange(tokens)
+    windows, targets = split_windows(ids, context)
+    seen = windows[:, 1:][windows[:, 1:] >= 0]
+    np.testing.assert_array_equal(seen, ids[1:])
+    assert targets == tokens - 1
+    before = windows[:, :-1][windows[:, 1:] >= 0]
+    np.testing.assert_array_equal(before, ids[:-1])
+
+
+def test_nothing_to_validate_is_refused():
+    with pytest.raises(UserError, match="validation text is too short"):
+        split_windows(np.arange(1), 8)
+
+
+def test_the_split_is_by_characters():
+    text = "ab" * 45 + "é" * 10
+    split = split_corpus(text, make_tokenizer("byte", text))
+    assert bytes(split.train.tolist()).decode() == "ab" * 45
+    assert bytes(split.validation.tolist()).decode() == "é" * 10
+    assert split.validation_bytes == 19
+    split = split_corpus(text, make_tokenizer("char", text))
+    assert (len(split.train), len(split.validation), split.validation_bytes) == (90, 10, 18)

@@ -1,0 +1,134 @@
+import hashlib
+
+import pytest
+
+from gptlite.config import UserError
+from gptlite.text import corpus as corpus_module
+from gptlite.text.corpus import SHAKESPEARE_SHA256, load_corpus
+from gptlite.text.download import download_shakespeare
+
+
+def unreachable(seconds):
+    raise OSError("no route to host")
+
+
+def test_a_file_is_taken_byte_for_byte(tmp_path):
+    content = "one\r\ntwo\n\ttab é 🙂".encode()
+    (tmp_path / "a.txt").write_bytes(content)
+    corpus = load_corpus(str(tmp_path / "a.txt"))
+    assert corpus.text.encode() == content
+    assert corpus.sha256 == hashlib.sha256(content).hexdigest()
+
+
+def test_a_folder_is_its_txt_files_in_order(tmp_path):
+    (tmp_path / "sub").mkdir()
+    for name, text in {"b.txt": "B", "a.txt": "A", "sub/c.txt": "C", "no.md": "M"}.items():
+        (tmp_path / name).write_text(text)
+    assert load_corpus(str(tmp_path)).text == "A\nB\nC"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"", "empty"), (b"ab\xff", "byte 2 is 0xff"), (None, "no corpus")],
+)
+def test_a_file_that_is_no_text_is_refused(tmp_path, content, words):
+    path = tmp_path / "a.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=words):
+        load_corpus(str(path))
+
+
+def test_a_folder_without_text_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"no \.txt file"):
+        load_corpus(str(tmp_path))
+
+
+def test_shakespeare_is_downloaded_checked_and_kept(tmp_path, shakespeare):
+    corpus = load_corpus(
+        "shakespeare", data_folder=tmp_path / "data", download=lambda _: shakespeare.encode()
+    )
+    assert corpus.sha256 == SHAKESPEARE_SHA256
+    assert len(corpus.text) == 1_115_394
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["tinyshakespeare.txt"]
+    assert load_corpus("auto", data_folder=tmp_path / "data", download=unreachable) == corpus
+
+
+def test_what_is_not_shakespeare_is_neither_used_nor_kept(tmp_path):
+    with pytest.raises(UserError, match="not TinyShakespeare"):
+        load_corpus("shakespeare", data_folder=tmp_path, download=lambda _: b"To be or not")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "tinyshakespeare.txt").write_text("To be or not")
+    with pytest.raises(UserError, match="sha256"):
+        load_corpus("shakespeare", data_folder=tmp_path, download=unreachable)
+    assert (tmp_path / "tinyshakespeare.txt").read_text() == "To be or not"
+
+
+def test_offline_the_default_falls_back_and_says_so(tmp_path):
+    said = []
+    corpus = load_corpus("auto", data_folder=tmp_path, download=unreachable, say=said.append)
+    assert corpus.name == "pydoc"
+    assert corpus == load_corpus("pydoc")
+    assert len(corpus.text) > 300_000
+    (paragraph,) = said
+    for words in ("no route to host", str(tmp_path / "tinyshakespeare.txt"), "pydoc"):
+        assert words in paragraph
+
+
+def test_a_corpus_named_explicitly_is_never_swapped(tmp_path):
+    with pytest.raises(UserError, match="no route to host"):
+        load_corpus("shakespeare", data_folder=tmp_path, download=unreachable)
+
+
+def test_the_download_has_a_deadline():
+    with pytest.raises(OSError, match=r"no answer within 0\.01 seconds"):
+        download_shakespeare(0.01)
+
+
+def test_the_download_joins_the_splits(tmp_path):
+    from datasets import Dataset
+
+    for split, text in {"train": "To be,\r\n", "validation": "or not", "test": "\nto be"}.items():
+        Dataset.from_dict({"text": [text]}).to_parquet(tmp_path / f"{split}.parquet")
+    assert download_shakespeare(60, str(tmp_path)) == b"To be,\r\nor not\nto be"
+
+
+def test_a_failed_download_says_why_in_one_line(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(OSError, match="empty") as error:
+        download_shakespeare(60, str(tmp_path / "empty"))
+    assert "\n" not in str(error.value)
+
+
+def test_the_deadline_is_ten_seconds():
+    asked = []
+    load_corpus(
+        "auto",
+        data_folder=corpus_module.DATA_FOLDER / "nowhere",
+        say=lambda _: None,
+        download=lambda seconds: asked.append(seconds) or unreachable(seconds),
+    )
+    assert asked == [10.0]
+
+
+class TestHuggingFace:
+    @pytest.fixture
+    def folder(self, tmp_path):
+        rows = ['{"text": "first", "other": "eins"}', '{"text": "second", "other": "zwei"}']
+        (tmp_path / "train.jsonl").write_text("\n".join(rows))
+        (tmp_path / "test.jsonl").write_text('{"text": "third", "other": "drei"}')
+        return tmp_path
+
+    @pytest.mark.parametrize(
+        ("suffix", "text"),
+        [("", "first\nsecond"), (":test", "third"), (":train:other", "eins\nzwei")],
+    )
+    def test_split_and_column(self, folder, suffix, text):
+        assert load_corpus(f"hf:{folder}{suffix}").text == text
+
+    @pytest.mark.parametrize(
+        ("suffix", "words"), [(":train:absent", "text, other"), (":absent", "absent")]
+    )
+    def test_a_wrong_name_is_refused(self, folder, suffix, words):
+        with pytest.raises(UserError, match=words):
+            load_corpus(f"hf:{folder}{suffix}")

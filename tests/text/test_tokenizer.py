@@ -1,0 +1,116 @@
+import json
+
+import numpy as np
+import pytest
+import tiktoken
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gptlite.config import UserError
+from gptlite.text.tokenizer import (
+    ByteTokenizer,
+    TiktokenTokenizer,
+    decode,
+    make_tokenizer,
+    tokenizer_from_json,
+    tokenizer_to_text,
+)
+
+
+def own_encoding() -> tiktoken.Encoding:
+    """A byte-pair encoding with three merges, that needs no file."""
+    ranks = {bytes([i]): i for i in range(256)} | {b"th": 256, b"the": 257, b" a": 258}
+    return tiktoken.Encoding(
+        "own", pat_str=r"\s?\S+|\s", mergeable_ranks=ranks, special_tokens={"<|end|>": 300}
+    )
+
+
+@given(st.text(min_size=1))
+def test_char_round_trips(text):
+    tokenizer = make_tokenizer("char", text)
+    ids = tokenizer.encode(text)
+    assert ids.min() >= 0
+    assert ids.max() < tokenizer.vocab_size == len(set(text))
+    assert decode(tokenizer, ids) == text
+
+
+@given(st.text())
+def test_byte_round_trips(text):
+    tokenizer = make_tokenizer("byte", "")
+    ids = tokenizer.encode(text)
+    assert ids.tolist() == list(text.encode())
+    assert decode(tokenizer, ids) == text
+
+
+@given(st.text())
+def test_tiktoken_round_trips(text):
+    tokenizer = TiktokenTokenizer(own_encoding())
+    assert decode(tokenizer, tokenizer.encode(text)) == text
+    assert decode(tokenizer, tokenizer.encode("the <|end|>" + text)) == "the <|end|>" + text
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [make_tokenizer("char", "aé🙂\n"), ByteTokenizer(), TiktokenTokenizer(own_encoding())],
+    ids=["char", "byte", "tiktoken"],
+)
+def test_a_tokenizer_survives_json(tokenizer):
+    again = tokenizer_from_json(json.loads(tokenizer_to_text(tokenizer)))
+    assert type(again) is type(tokenizer)
+    assert again.vocab_size == tokenizer.vocab_size
+    text = "a🙂é\na"
+    np.testing.assert_array_equal(again.encode(text), tokenizer.encode(text))
+    assert decode(again, again.encode(text)) == text
+
+
+@pytest.mark.parametrize("record", [{}, {"kind": "pickle"}, {"kind": "char"}, {"kind": "tiktoken"}])
+def test_json_that_is_no_tokenizer_is_refused(record):
+    with pytest.raises(UserError, match="not a tokenizer"):
+        tokenizer_from_json(record)
+
+
+def test_an_unseen_character_is_shown_with_its_place():
+    with pytest.raises(UserError) as error:
+        make_tokenizer("char", "abc").encode("abca🙂b")
+    for words in ("'🙂'", "U+1F642", "number 5"):
+        assert words in str(error.value)
+
+
+def test_bytes_that_are_no_text_become_the_replacement_character():
+    assert decode(ByteTokenizer(), np.array([97, 0xF0, 98])) == "a\ufffdb"
+
+
+@pytest.mark.parametrize("name", ["chars", "tiktoken:gpt99", "tiktoken", ""])
+def test_an_unknown_tokenizer_is_refused_with_the_choices(name):
+    with pytest.raises(UserError, match="cl100k_base"):
+        make_tokenizer(name, "text")
+
+
+def test_a_fetch_that_fails_says_what_to_do(monkeypatch):
+    def offline(name):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", offline)
+    with pytest.raises(UserError, match="TIKTOKEN_CACHE_DIR"):
+        make_tokenizer("tiktoken:gpt2", "text")
+
+
+def test_tiktoken_pads_the_vocabulary_to_64():
+    tokenizer = TiktokenTokenizer(own_encoding())
+    assert (tokenizer.vocab_size, tokenizer.padded_vocab_size) == (301, 320)
+    assert tokenizer.token_bytes(280) == b""
+
+
+def test_gpt2_is_gpt2(tiktoken_gpt2, shakespeare):
+    tokenizer = make_tokenizer("tiktoken:gpt2", "")
+    assert (tokenizer.vocab_size, tokenizer.padded_vocab_size) == (50257, 50304)
+    ids = tokenizer.encode(shakespeare[:20000])
+    assert ids.tolist() == tiktoken_gpt2.encode(shakespeare[:20000])
+    assert decode(tokenizer, ids) == shakespeare[:20000]
+
+
+def test_char_on_shakespeare_is_nanogpts(shakespeare):
+    tokenizer = make_tokenizer("char", shakespeare)
+    assert tokenizer.vocab_size == 65
+    assert tokenizer.encode("\n !").tolist() == [0, 1, 2]
+    assert decode(tokenizer, tokenizer.encode(shakespeare)) == shakespeare

@@ -1,0 +1,39 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import TINY, VOCAB, tiny_model
+
+from gptlite.text.batches import Split
+from gptlite.training import evaluate as evaluate_module
+from gptlite.training.evaluate import Evaluation, bits_per_byte
+from gptlite.training.loss import cross_entropy
+
+
+@pytest.mark.parametrize("tokens", [2, 13, 14, 100])
+def test_it_is_the_mean_over_every_token(tokens, monkeypatch):
+    """Against one window at a time: several batches, a short last window, padding rows."""
+    monkeypatch.setattr(evaluate_module, "TOKENS_PER_BATCH", 3 * TINY.context_length)
+    model = tiny_model(dropout=0.3)
+    ids = np.random.default_rng(0).integers(0, VOCAB, tokens).astype(np.int32)
+    forward = jax.jit(lambda x: model(x))
+    losses = []
+    for start in range(0, tokens - 1, TINY.context_length):
+        window = ids[start : start + TINY.context_length + 1]
+        logits = forward(
+            jnp.asarray(np.pad(window[:-1], (0, TINY.context_length + 1 - len(window))))
+        )
+        losses += cross_entropy(logits[: len(window) - 1], jnp.asarray(window[1:])).tolist()
+    assert len(losses) == tokens - 1
+    value = Evaluation(ids, TINY.context_length)(model)
+    # A mean of up to 99 float32 losses, summed in another order.
+    np.testing.assert_allclose(value, np.mean(losses), rtol=1e-5)
+
+
+def test_bits_per_byte_of_a_uniform_guess():
+    """Guessing evenly among 256 bytes costs 8 bits a byte, whatever the tokens are."""
+    ids = np.zeros(11, np.int32)
+    assert bits_per_byte(math.log(256), Split(ids, ids, validation_bytes=10)) == pytest.approx(8)
+    assert bits_per_byte(math.log(256), Split(ids, ids, validation_bytes=40)) == pytest.approx(2)

@@ -1,0 +1,131 @@
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+from conftest import TEXT, TINY
+
+from gptlite.config import Config, OptimizerConfig, TrainingConfig, UserError
+from gptlite.models.gpt import GPT
+from gptlite.text.batches import split_corpus
+from gptlite.text.tokenizer import make_tokenizer
+from gptlite.training.loop import fit
+
+TOKENIZER = make_tokenizer("char", TEXT)
+SPLIT = split_corpus(TEXT, TOKENIZER)
+CONFIG = Config(
+    model=TINY,
+    training=TrainingConfig(steps=45, batch_size=8, steps_per_dispatch=10, eval_every=25),
+)
+
+
+def new_model(config: Config = CONFIG) -> GPT:
+    return eqx.filter_jit(GPT)(config.model, TOKENIZER.vocab_size, key=jax.random.key(0))
+
+
+def run(config: Config):
+    """Everything that a run yields, with the last model's arrays."""
+    records, arrays = [], []
+    for progress in fit(config, new_model(config), SPLIT):
+        records.append(progress.record())
+        arrays = [np.asarray(x) for x in jax.tree.leaves(eqx.filter(progress.state, eqx.is_array))]
+    return records, arrays
+
+
+@pytest.fixture(scope="module")
+def finished():
+    return run(CONFIG)
+
+
+def test_it_stops_for_evaluations_and_at_the_end(finished):
+    records, _ = finished
+    assert [record["step"] for record in records] == [10, 20, 25, 35, 45]
+    assert [record["step"] for record in records if "val_loss" in record] == [25, 45]
+    assert [record["tokens"] for record in records] == [8 * 12 * r["step"] for r in records]
+
+
+def test_it_learns(finished):
+    records, _ = finished
+    assert records[0]["train_loss"] > records[-1]["train_loss"] > 0
+    assert records[-1]["val_loss"] < records[-3]["val_loss"] < np.log(TOKENIZER.vocab_size)
+
+
+def test_a_line_of_metrics_has_what_it_should(finished):
+    for record in finished[0]:
+        assert {
+            "step",
+            "tokens",
+            "train_loss",
+            "learning_rate",
+            "grad_norm",
+            "tokens_per_second",
+            "seconds",
+        } <= set(record)
+        assert json.loads(json.dumps(record)) == record
+
+
+def test_a_run_is_a_pure_function_of_its_config(finished):
+    records, arrays = run(CONFIG)
+    for a, b in zip(arrays, finished[1], strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert [r["train_loss"] for r in records] == [r["train_loss"] for r in finished[0]]
+
+
+def test_the_length_of_a_dispatch_changes_nothing(finished):
+    training = dataclasses.replace(CONFIG.training, steps_per_dispatch=7)
+    records, arrays = run(dataclasses.replace(CONFIG, training=training))
+    assert [record["step"] for record in records] == [7, 14, 21, 25, 32, 39, 45]
+    for a, b in zip(arrays, finished[1], strict=True):
+        # Another program, so float32 may round otherwise at each of the 45 steps.
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_the_callers_model_is_left_alone():
+    model = new_model()
+    before = [np.array(x) for x in jax.tree.leaves(eqx.filter(model, eqx.is_array))]
+    training = dataclasses.replace(CONFIG.training, steps=3)
+    for _ in fit(dataclasses.replace(CONFIG, training=training), model, SPLIT):
+        pass
+    for a, b in zip(before, jax.tree.leaves(eqx.filter(model, eqx.is_array)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_loss_that_is_no_number_ends_the_run_with_advice():
+    # A learning rate that takes the parameters to infinity, where their differences are NaN.
+    optimizer = OptimizerConfig(name="adamw", learning_rate=1e38, schedule="constant")
+    with pytest.raises(UserError, match=r"became nan at step [2-9]\b.*learning-rate below 1e\+38"):
+        run(dataclasses.replace(CONFIG, optimizer=optimizer))
+
+
+def test_two_devices_do_what_one_does(finished):
+    """The batch spread over two devices, in a process that has them."""
+    program = """
+import json, sys
+import jax
+jax.config.update("jax_num_cpu_devices", 2)
+sys.path.insert(0, "tests/training")
+sys.path.insert(0, "tests")
+from test_loop import CONFIG, run
+assert jax.device_count() == 2
+records, arrays = run(CONFIG)
+print(json.dumps([records[-1]["train_loss"], records[-1]["val_loss"]]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ}
+    )
+    assert done.returncode == 0, done.stderr
+    train_loss, val_loss = json.loads(done.stdout.splitlines()[-1])
+    # The same sums in another order, 45 steps long.
+    assert train_loss == pytest.approx(finished[0][-1]["train_loss"], rel=1e-3)
+    assert val_loss == pytest.approx(finished[0][-1]["val_loss"], rel=1e-3)
+
+
+def test_devices_that_cannot_share_the_batch_are_named(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 3)
+    with pytest.raises(UserError, match="multiple of the 3 devices that share it, got 8"):
+        run(CONFIG)

@@ -1,0 +1,130 @@
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import tiny_model
+
+from gptlite.config import OptimizerConfig, UserError
+from gptlite.training.optimizer import make_optimizer, make_schedule
+
+PLAIN = OptimizerConfig(warmup_fraction=0.1, decay_fraction=0.4, final_fraction=0.25)
+
+
+def curve(schedule: str, **changes) -> np.ndarray:
+    config = dataclasses.replace(PLAIN, schedule=schedule, **changes)
+    return np.array([float(make_schedule(config, 100)(step)) for step in range(101)])
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
+def test_schedules_rise_to_the_peak_and_end_where_they_should(schedule):
+    factors = curve(schedule)
+    np.testing.assert_allclose(factors[:11], np.linspace(1 / 11, 1, 11), rtol=1e-5)
+    assert np.all(np.diff(factors[10:]) <= 1e-6)
+    np.testing.assert_allclose(factors[100], 1.0 if schedule == "constant" else 0.25, rtol=1e-5)
+
+
+def test_the_shapes_in_between():
+    np.testing.assert_allclose(curve("linear")[55], (1 + 0.25) / 2, rtol=1e-5)
+    np.testing.assert_allclose(curve("cosine")[55], (1 + 0.25) / 2, rtol=1e-5)
+    np.testing.assert_allclose(curve("cosine")[32], 0.25 + 0.75 * (1 + np.cos(np.pi * 22 / 90)) / 2)
+    np.testing.assert_allclose(curve("wsd")[[10, 60, 80]], [1, 1, (1 + 0.25) / 2], rtol=1e-5)
+
+
+def test_without_warm_up_the_first_step_is_at_the_peak():
+    np.testing.assert_allclose(curve("wsd", warmup_fraction=0.0)[:60], 1.0)
+
+
+def test_a_run_of_one_step_has_a_learning_rate():
+    for schedule in ("cosine", "linear", "constant", "wsd"):
+        config = dataclasses.replace(PLAIN, schedule=schedule)
+        assert 0 < float(make_schedule(config, 1)(0)) <= 1
+
+
+def named(model):
+    leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(model, eqx.is_inexact_array))
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def one_update(config, grads_of=lambda params: jax.tree.map(jnp.zeros_like, params)):
+    model = tiny_model(norm="layer", bias=True, positions="learned")
+    params = eqx.filter(model, eqx.is_inexact_array)
+    optimizer = make_optimizer(config, 10, model)
+    updates, _ = jax.jit(optimizer.update)(grads_of(params), optimizer.init(params), params)
+    return named(params), named(updates)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_weight_decay_falls_on_matrices_only(name):
+    config = OptimizerConfig(
+        name=name,
+        learning_rate=0.1,
+        adam_learning_rate=0.1,
+        weight_decay=0.5,
+        schedule="constant",
+        warmup_fraction=0.0,
+    )
+    params, updates = one_update(config)
+    decayed = {name for name, update in updates.items() if np.any(update)}
+    matrices = {key for key in params if key.endswith(".weight") and "norm" not in key}
+    if name == "muon":
+        matrices = {key for key in matrices if key.startswith("stack.")}
+    assert decayed == matrices
+    for key in decayed:
+        np.testing.assert_allclose(updates[key], -0.1 * 0.5 * params[key], rtol=1e-5)
+
+
+def test_muon_orthogonalises_each_layers_matrices_and_leaves_the_rest_to_adam():
+    config = OptimizerConfig(
+        learning_rate=0.1, adam_learning_rate=0.003, schedule="constant", warmup_fraction=0.0
+    )
+    noise = iter(jax.random.split(jax.random.key(0), 100))
+    params, updates = one_update(
+        config, lambda p: jax.tree.map(lambda x: jax.random.normal(next(noise), x.shape), p)
+    )
+    for key, update in updates.items():
+        if key.startswith("stack.") and params[key].ndim == 3:
+            d_out, d_in = update.shape[1:]
+            for layer in np.asarray(update) / 0.1 / max(1, d_out / d_in) ** 0.5:
+                singular = np.linalg.svd(layer, compute_uv=False)
+                # Newton-Schulz's five quintic steps bring singular values to 0.7 to 1.2 for a
+                # random matrix (all but its very smallest).
+                assert 0.3 < np.median(singular) < 1.25
+                assert singular.max() < 1.35
+        else:
+            # Adam's first step is the sign of the gradient (Nesterov's look-ahead: up to 1.9 of it).
+            assert np.abs(update).min() > 0.9 * 0.003
+            assert np.abs(update).max() < 2.0 * 0.003
+
+
+def test_clipping_scales_the_whole_gradient():
+    base = OptimizerConfig(
+        name="adamw", learning_rate=0.1, schedule="constant", warmup_fraction=0.0
+    )
+
+    def ones(params):
+        return jax.tree.map(jnp.ones_like, params)
+
+    # After clipping to 1e-8 the gradient is of the size of Adam's epsilon, which then shows.
+    _, clipped = one_update(dataclasses.replace(base, clip_norm=1e-8), ones)
+    _, free = one_update(base, ones)
+    assert np.abs(clipped["norm.weight"]).max() < 0.1 * np.abs(free["norm.weight"]).min()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"learning_rate": -1.0},
+        {"learning_rate": float("inf")},
+        {"warmup_fraction": 1.5},
+        {"warmup_fraction": 0.6, "decay_fraction": 0.6},
+        {"beta2": 1.0},
+        {"weight_decay": float("nan")},
+        {"clip_norm": 0.0},
+    ],
+)
+def test_settings_out_of_range_are_refused(changes):
+    with pytest.raises(UserError, match=f"optimizer.{next(iter(changes))} must|and optimizer"):
+        dataclasses.replace(PLAIN, schedule="wsd", **changes)
