@@ -21,23 +21,30 @@ _jaxtyping.install_import_hook(
 )
 
 if TYPE_CHECKING:
-    from gptlite.config import Config, ModelConfig, SamplingConfig, UserError
+    from gptlite.config import Config, ModelConfig, SamplingConfig, TrainingConfig, UserError
     from gptlite.generation.generate import generate
     from gptlite.models.gpt import GPT
     from gptlite.models.summary import summary
+    from gptlite.text.batches import split_corpus
+    from gptlite.text.corpus import load_corpus
+    from gptlite.text.tokenizer import make_tokenizer
     from gptlite.training.loop import fit
     from gptlite.training.run import load_run
 
 _HOMES = {
     "Config": "config",
+    "GPT": "models.gpt",
     "ModelConfig": "config",
     "SamplingConfig": "config",
+    "TrainingConfig": "config",
     "UserError": "config",
-    "GPT": "models.gpt",
-    "summary": "models.summary",
     "fit": "training.loop",
-    "load_run": "training.run",
     "generate": "generation.generate",
+    "load_corpus": "text.corpus",
+    "load_run": "training.run",
+    "make_tokenizer": "text.tokenizer",
+    "split_corpus": "text.batches",
+    "summary": "models.summary",
 }
 
 __all__ = [
@@ -45,10 +52,14 @@ __all__ = [
     "Config",
     "ModelConfig",
     "SamplingConfig",
+    "TrainingConfig",
     "UserError",
     "fit",
     "generate",
+    "load_corpus",
     "load_run",
+    "make_tokenizer",
+    "split_corpus",
     "summary",
 ]
 

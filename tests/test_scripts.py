@@ -128,7 +128,7 @@ def test_a_stop_string_ends_the_text(place, monkeypatch, capsys):
     assert capsys.readouterr().out == whole[: whole.index(stop)] + "\n"
 
 
-def run_main(script, argv, monkeypatch, capsys) -> tuple[int, str]:
+def run_main(script, argv, monkeypatch, capsys) -> tuple[object, str]:
     """Exit code and standard error of a script's main, in this process."""
     monkeypatch.setattr(sys, "argv", [script.__name__ + ".py", *argv])
     with pytest.raises(SystemExit) as stop:

@@ -124,7 +124,7 @@ def _advance(
 
 def _append(model: GPT, state: GenerationState, token: Int[Array, " batch"]) -> GenerationState:
     window = state.window.at[:, state.cache.length].set(token)
-    hidden, cache = model.hidden(token[:, None], state.cache)
+    hidden, cache = model.extend(token[:, None], state.cache)
     return GenerationState(window, cache, model.logits(hidden)[:, 0], state.made + 1)
 
 
@@ -133,6 +133,5 @@ def _read(
 ) -> tuple[Float[Array, "batch context d_model"], Cache]:
     """Hidden states and cache of the first `length` tokens. The rest of the window is computed
     too, so that one program serves all lengths; being later, it is seen by none of them."""
-    hidden, cache = model.hidden(window, model.init_cache((len(window),)))
-    assert cache is not None
+    hidden, cache = model.extend(window, model.init_cache((len(window),)))
     return hidden, Cache(cache.layers, length)

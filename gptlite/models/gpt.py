@@ -7,7 +7,7 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from gptlite.config import ModelConfig, UserError
 from gptlite.nn.attention import Attention
@@ -17,7 +17,7 @@ from gptlite.nn.embedding import Embedding
 from gptlite.nn.linear import Linear, project
 from gptlite.nn.mlp import ACTIVATIONS, MLP, SwiGLU
 from gptlite.nn.norms import LayerNorm, RMSNorm
-from gptlite.nn.positions import Learned, NoPositions, Rotary, Sinusoidal
+from gptlite.nn.positions import Learned, NoPositions, Offset, Rotary, Sinusoidal
 from gptlite.nn.stack import Layers, Stack
 
 
@@ -81,21 +81,33 @@ class GPT(eqx.Module):
         self.head = None if config.tied_head else Linear(d_model, rows, std=head_std, key=head_key)
 
     def hidden(
+        self, ids: Int[Array, "*batch seq"], *, key: PRNGKeyArray | None = None
+    ) -> Float[Array, "*batch seq d_model"]:
+        """What the head reads. `key` switches dropout on."""
+        return self._run(ids, None, 0, key)[0]
+
+    def extend(
+        self, ids: Int[Array, "*batch seq"], cache: Cache
+    ) -> tuple[Float[Array, "*batch seq d_model"], Cache]:
+        """`hidden` for ids that follow the tokens in `cache`, and the cache with them added.
+
+        They must fit: `cache.length + seq` may not exceed the context length.
+        """
+        hidden, layers = self._run(ids, cache.layers, cache.length, None)
+        return hidden, Cache(layers, cache.length + ids.shape[-1])
+
+    def _run(
         self,
         ids: Int[Array, "*batch seq"],
-        cache: Cache | None = None,
-        *,
-        key: PRNGKeyArray | None = None,
-    ) -> tuple[Float[Array, "*batch seq d_model"], Cache | None]:
-        """What the head reads. With a `cache` from `init_cache`, `ids` follow the tokens that it
-        holds, and it comes back with them added. `key` switches dropout on."""
-        layers, offset = (None, 0) if cache is None else (cache.layers, cache.length)
+        caches: PyTree,
+        offset: Offset,
+        key: PRNGKeyArray | None,
+    ) -> tuple[Float[Array, "*batch seq d_model"], PyTree]:
         embedding_key, stack_key = (None, None) if key is None else jax.random.split(key)
         x = self.positions(self.embedding(ids), offset)
         x = self.dropout(x, key=embedding_key, inference=key is None)
-        x, layers = self.stack(x, layers, offset, key=stack_key)
-        cache = None if cache is None else Cache(layers, offset + ids.shape[-1])
-        return self.norm(x), cache
+        x, caches = self.stack(x, caches, offset, key=stack_key)
+        return self.norm(x), caches
 
     def logits(
         self, hidden: Float[Array, "*batch seq d_model"]
@@ -117,8 +129,7 @@ class GPT(eqx.Module):
                 f"Learned positions end at context_length {self.config.context_length}, got a "
                 f"sequence of {seq} tokens."
             )
-        hidden, _ = self.hidden(ids, key=key)
-        return self.logits(hidden)
+        return self.logits(self.hidden(ids, key=key))
 
     def unstacked(self) -> "GPT":
         """The same model with its layers apart, unless they are to be scanned. For loops: taken
@@ -159,11 +170,18 @@ def make_block(config: ModelConfig, key: PRNGKeyArray) -> Block:
         bias=config.bias,
         key=attention_key,
     )
-    mlp_options = dict(std=std, down_std=residual_std, bias=config.bias, key=mlp_key)
     if config.mlp == "swiglu":
-        mlp = SwiGLU(d_model, d_ff, **mlp_options)
+        mlp = SwiGLU(d_model, d_ff, std=std, down_std=residual_std, bias=config.bias, key=mlp_key)
     else:
-        mlp = MLP(d_model, d_ff, activation=ACTIVATIONS[config.mlp], **mlp_options)
+        mlp = MLP(
+            d_model,
+            d_ff,
+            activation=ACTIVATIONS[config.mlp],
+            std=std,
+            down_std=residual_std,
+            bias=config.bias,
+            key=mlp_key,
+        )
     return Block(
         attention_norm=make_norm(config),
         attention=attention,

@@ -141,9 +141,10 @@ def _product_flops(jaxpr: Jaxpr) -> int:
         total += repeats * sum(_product_flops(inner) for inner in _inner_jaxprs(equation.params))
         if equation.primitive.name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
-            shape = equation.invars[0].aval.shape
-            depth = math.prod(shape[axis] for axis in contracted)
-            total += 2 * depth * math.prod(equation.outvars[0].aval.shape)
+            left: Any = equation.invars[0].aval
+            product: Any = equation.outvars[0].aval
+            depth = math.prod(left.shape[axis] for axis in contracted)
+            total += 2 * depth * math.prod(product.shape)
     return total
 
 

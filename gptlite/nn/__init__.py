@@ -1,4 +1,4 @@
-"""Blocks. Each maps `[*batch, seq, d_model]` to the same shape and knows nothing of its neighbours."""
+"""The blocks, each from `[*batch, seq, d_model]` to the same shape, knowing no neighbour."""
 
 from gptlite.nn.attention import Attention, attend
 from gptlite.nn.block import Block

@@ -50,10 +50,9 @@ def attend_plain(
 ) -> Float[Array, "rows queries d_head"]:
     """`attend`, written out."""
     wide = wide_dtype(query.dtype)
-    scores = jnp.einsum("...qd,...kd->...qk", query, key, preferred_element_type=wide) / math.sqrt(
-        query.shape[-1]
-    )
-    scores = jnp.where(visible(query.shape[-2], key.shape[-2], offset), scores, jnp.finfo(wide).min)
+    scores = jnp.einsum("rqd,rkd->rqk", query, key, preferred_element_type=wide)
+    scores = scores / math.sqrt(query.shape[-1])
+    scores = jnp.where(visible(query.shape[1], key.shape[1], offset), scores, jnp.finfo(wide).min)
     # The sum divides the product with V rather than the weights: d_head numbers a query in place
     # of one a key.
     weights = jnp.exp(scores - lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
@@ -61,10 +60,7 @@ def attend_plain(
     if dropout is not None:
         weights = dropout(weights, key=dropout_key, inference=dropout_key is None)
     out = jnp.einsum(
-        "...qk,...kd->...qd",
-        weights.astype(value.dtype),
-        value,
-        preferred_element_type=wide,
+        "rqk,rkd->rqd", weights.astype(value.dtype), value, preferred_element_type=wide
     )
     return (out / total).astype(value.dtype)
 
@@ -76,16 +72,17 @@ def attend_fused(
     offset: Offset = 0,
 ) -> Float[Array, "rows queries d_head"]:
     """`attend` through `jax.nn.dot_product_attention`, which on a GPU, for whole sequences in half
-    precision, is cuDNN's flash attention."""
-    whole = isinstance(offset, int) and offset == 0 and query.shape[-2] == key.shape[-2]
-    half = query.dtype in (jnp.float16, jnp.bfloat16)
+    precision and heads that fit it, is cuDNN's flash attention."""
+    queries, keys, d_head = query.shape[1], key.shape[1], query.shape[2]
+    whole = isinstance(offset, int) and offset == 0 and queries == keys
+    half = query.dtype in (jnp.float16, jnp.bfloat16) and d_head % 8 == 0 and d_head <= 128
     flash = whole and half and jax.default_backend() == "gpu"
     # It wants [batch, seq, heads, d_head]; a row is a batch element with one head.
     out = jax.nn.dot_product_attention(
         query[:, :, None],
         key[:, :, None],
         value[:, :, None],
-        mask=None if whole else visible(query.shape[-2], key.shape[-2], offset)[None, None],
+        mask=None if whole else visible(queries, keys, offset)[None, None],
         is_causal=whole,
         implementation="cudnn" if flash else "xla",
     )

@@ -1,16 +1,20 @@
 """From the config to an optax optimizer."""
 
+from collections.abc import Callable
+
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import optax
-from jaxtyping import PyTree
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, PyTree
 
 from gptlite.config import OptimizerConfig
 from gptlite.models.gpt import GPT
 from gptlite.nn.stack import Stack
 
 
-def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
+def make_schedule(config: OptimizerConfig, steps: int) -> Callable[[ArrayLike], Float[Array, ""]]:
     """The learning rate of each step as a share of its peak, in 0 to 1."""
     warmup = round(config.warmup_fraction * steps)
     rest = max(1, steps - warmup)
@@ -24,11 +28,11 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     else:
         decay = max(1, round(config.decay_fraction * steps))
         after = optax.linear_schedule(1.0, final, decay, transition_begin=max(0, rest - decay))
-    if warmup == 0:
-        return after
-    # From 1 / (warmup + 1): a first step at 0 would be a step wasted.
-    rise = optax.linear_schedule(1.0 / (warmup + 1), 1.0, warmup)
-    return optax.join_schedules([rise, after], [warmup])
+    if warmup > 0:
+        # From 1 / (warmup + 1): a first step at 0 would be a step wasted.
+        rise = optax.linear_schedule(1.0 / (warmup + 1), 1.0, warmup)
+        after = optax.join_schedules([rise, after], [warmup])
+    return lambda step: jnp.asarray(after(step), jnp.float32)
 
 
 def make_optimizer(config: OptimizerConfig, steps: int, model: GPT) -> optax.GradientTransformation:

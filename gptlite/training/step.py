@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from gptlite.config import TrainingConfig
 from gptlite.models.gpt import GPT
@@ -86,7 +86,7 @@ def loss_and_grads(
     config: TrainingConfig,
     *,
     key: PRNGKeyArray | None = None,
-) -> tuple[Float[Array, ""], GPT]:
+) -> tuple[Float[Array, ""], PyTree]:
     """The mean loss of a batch and its gradient, in `config.accumulation` equal parts."""
 
     @eqx.filter_value_and_grad

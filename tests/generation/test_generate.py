@@ -1,3 +1,5 @@
+import itertools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -44,7 +46,7 @@ def test_cached_logits_are_the_uncached_ones(variant):
 
     @eqx.filter_jit
     def extend(model, ids, cache):
-        hidden, cache = model.hidden(ids, cache)
+        hidden, cache = model.extend(ids, cache)
         return model.logits(hidden), cache
 
     for model in (variant, variant.unstacked()):
@@ -107,7 +109,7 @@ def test_a_context_of_one_token_goes_on():
     model = tiny_model(context_length=1)
     new = generate(model, jnp.zeros((1, 1), jnp.int32), 5, GREEDY, keys=jax.random.key(0)[None])
     text = [0, *new[0].tolist()]
-    for before, after in zip(text, text[1:], strict=False):
+    for before, after in itertools.pairwise(text):
         assert after == int(forward(model, jnp.array([before]))[0].argmax())
 
 

@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +15,7 @@ def shown(text: bytes, stop: list[str], cuts: list[int]) -> str:
     places = [0, *sorted(cuts), len(text)]
     pieces = [
         stream.feed(np.frombuffer(text[a:b], np.uint8).astype(np.int32))
-        for a, b in zip(places, places[1:], strict=False)
+        for a, b in itertools.pairwise(places)
     ]
     return "".join([*pieces, stream.finish()])
 

@@ -1,4 +1,5 @@
 import dataclasses
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -99,7 +100,7 @@ def test_gpt2s_initialisation_is_gpt2s():
     config = dataclasses.replace(
         TINY, n_layers=8, d_model=128, init="gpt2", positions="learned", tied_head=True
     )
-    model = GPT(config, 500, key=jax.random.key(0))
+    model: Any = GPT(config, 500, key=jax.random.key(0))
     block = model.stack.blocks
     for weight, std in [
         (model.embedding.weight, 0.02),

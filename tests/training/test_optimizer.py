@@ -94,7 +94,7 @@ def test_muon_orthogonalises_each_layers_matrices_and_leaves_the_rest_to_adam():
                 assert 0.3 < np.median(singular) < 1.25
                 assert singular.max() < 1.35
         else:
-            # Adam's first step is the sign of the gradient (Nesterov's look-ahead: up to 1.9 of it).
+            # Adam's first step is the sign of the gradient, up to 1.9 of it with Nesterov.
             assert np.abs(update).min() > 0.9 * 0.003
             assert np.abs(update).max() < 2.0 * 0.003
 
