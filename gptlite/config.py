@@ -50,7 +50,7 @@ class DataConfig:
 class ModelConfig:
     """The shape of the network and which blocks it is built from."""
 
-    n_layers: int = 4
+    n_layers: int = 3
     """Blocks in the stack."""
 
     n_heads: int = 4
@@ -196,10 +196,10 @@ class OptimizerConfig:
 class TrainingConfig:
     """How long, in what portions, and how often to look."""
 
-    steps: int = 1000
+    steps: int = 800
     """Optimizer steps."""
 
-    batch_size: int = 8
+    batch_size: int = 16
     """Windows of context_length tokens in one step."""
 
     accumulation: int = 1
@@ -216,7 +216,7 @@ class TrainingConfig:
     steps_per_dispatch: int = 20
     """Steps inside one compiled call; metrics are written once a call."""
 
-    eval_every: int = 250
+    eval_every: int = 200
     """Evaluate (and sample a few lines) every so many steps, and at the end."""
 
     sample_tokens: int = 128
@@ -322,7 +322,7 @@ PRESETS: dict[str, tuple[str, Config]] = {
     "laptop": (
         "several minutes on two CPU cores",
         Config(
-            model=ModelConfig(d_model=192, n_heads=6, context_length=192),
+            model=ModelConfig(n_layers=4, n_heads=6, d_model=192, context_length=192),
             training=TrainingConfig(steps=2000, batch_size=8, eval_every=500),
         ),
     ),
@@ -340,7 +340,7 @@ PRESETS: dict[str, tuple[str, Config]] = {
         Config(
             model=_S,
             optimizer=_NANOGPT_OPTIMIZER,
-            training=TrainingConfig(steps=2000, batch_size=12),
+            training=TrainingConfig(steps=2000, batch_size=12, eval_every=250),
         ),
     ),
     "m": (
@@ -348,7 +348,7 @@ PRESETS: dict[str, tuple[str, Config]] = {
         Config(
             model=dataclasses.replace(_M, dropout=0.2),
             optimizer=dataclasses.replace(_NANOGPT_OPTIMIZER, warmup_fraction=0.02),
-            training=TrainingConfig(steps=5000, batch_size=64),
+            training=TrainingConfig(steps=5000, batch_size=64, eval_every=250),
         ),
     ),
     "gpt2": (

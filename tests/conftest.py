@@ -19,6 +19,10 @@ SHARED = ROOT.parent / "shared"
 if (SHARED / "tiktoken_cache").is_dir():
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
 
+# The tests compile much and run little. Only the code generator's effort: the mathematics is the
+# same. (Read by JAX when it first computes, so it may stand below the imports.)
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
 # Compiling takes what time it takes; and the same examples every time.
 settings.register_profile("gptlite", deadline=None, derandomize=True)
 settings.load_profile("gptlite")
