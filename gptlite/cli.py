@@ -1,6 +1,7 @@
 """What the two scripts share: parsing a command line, and saying what was wrong with it."""
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -104,9 +105,17 @@ def _parse(kind: type[T], argv: Sequence[str], default: T) -> T:
 
 @contextlib.contextmanager
 def errors_as_sentences() -> Iterator[None]:
-    """A `UserError` inside ends the program with its sentence on standard error and code 2."""
+    """A `UserError` inside ends the program with its sentence on standard error and code 2; Ctrl-C
+    and a reader that has gone (`| head`) end it quietly."""
     try:
         yield
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        # Python flushes standard output once more at exit; nobody is there to read it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)

@@ -196,7 +196,7 @@ class OptimizerConfig:
 class TrainingConfig:
     """How long, in what portions, and how often to look."""
 
-    steps: int = 800
+    steps: int = 640
     """Optimizer steps."""
 
     batch_size: int = 16
@@ -216,7 +216,7 @@ class TrainingConfig:
     steps_per_dispatch: int = 20
     """Steps inside one compiled call; metrics are written once a call."""
 
-    eval_every: int = 200
+    eval_every: int = 160
     """Evaluate (and sample a few lines) every so many steps, and at the end."""
 
     sample_tokens: int = 128
