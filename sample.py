@@ -19,17 +19,12 @@ def sample(arguments: SampleArguments) -> None:
     from gptlite.config import UserError
     from gptlite.generation.generate import stream
     from gptlite.generation.text import TextStream
-    from gptlite.training.run import RUNS_FOLDER, load_run, newest_run
+    from gptlite.training.run import find_run, load_run
 
+    run = load_run(find_run(arguments.run), arguments.weights)
     prompt = read_prompt(arguments)
     if not prompt:
         raise UserError("The prompt is empty: give at least one character to go on from.")
-    if arguments.run is None:
-        path = newest_run()
-    else:
-        path = Path(arguments.run)
-        path = path if path.exists() else RUNS_FOLDER / arguments.run
-    run = load_run(path, arguments.weights)
 
     ids = jnp.asarray(run.tokenizer.encode(prompt))
     rows = jnp.arange(arguments.num_samples)
@@ -63,8 +58,13 @@ def read_prompt(arguments: SampleArguments) -> str:
     if arguments.prompt is not None:
         return arguments.prompt
     try:
+        # Bytes, not text mode: line ends stay as they are.
         if arguments.prompt_file is not None:
-            return Path(arguments.prompt_file).read_text(encoding="utf-8")
+            return Path(arguments.prompt_file).read_bytes().decode("utf-8")
+        if sys.stdin is None:
+            return ""
+        if sys.stdin.isatty():
+            print("type the prompt, then Ctrl-D", file=sys.stderr)
         return sys.stdin.buffer.read().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         source = arguments.prompt_file or "standard input"

@@ -3,6 +3,7 @@
 The story of a run: text, tokens, model, training, and what is kept of it.
 """
 
+import functools
 import shlex
 import sys
 import time
@@ -19,6 +20,7 @@ def main() -> None:
 def train(arguments: TrainArguments) -> None:
     start = time.perf_counter()
     # Imported here, because --help should not wait for JAX.
+    import equinox as eqx
     import jax
     import jax.numpy as jnp
 
@@ -40,34 +42,43 @@ def train(arguments: TrainArguments) -> None:
         name = f"{arguments.preset}-{time.strftime('%Y%m%d-%H%M%S')}"
     if name in ("", ".", "..") or name != Path(name).name:
         raise UserError(f"--run takes a name for the folder in {RUNS_FOLDER}/, got {name!r}.")
-    check_free(RUNS_FOLDER / name, overwrite=arguments.overwrite)
+    if not arguments.summary:
+        check_free(RUNS_FOLDER / name, overwrite=arguments.overwrite)
 
     # Text to tokens.
     corpus = load_corpus(arguments.config.data.corpus)
     config = resolve_corpus(arguments.config, corpus.name)
     tokenizer = make_tokenizer(config.data.tokenizer, corpus.text)
     split = split_corpus(corpus.text, tokenizer)
+    print(
+        f"{corpus.name}: {len(split.train):,} tokens to train on, {len(split.validation):,} to "
+        f"validate on, vocabulary {tokenizer.vocab_size:,}",
+        flush=True,
+    )
 
     # The model.
     model_key, sample_key = jax.random.split(jax.random.key(training.seed))
-    model = GPT(
+    make_model = functools.partial(
+        GPT,
         config.model,
         tokenizer.vocab_size,
         padded_vocab_size=tokenizer.padded_vocab_size,
         key=model_key,
     )
     if arguments.summary:
-        print(summary(model, batch_size=training.batch_size // training.accumulation))
+        skeleton = eqx.filter_eval_shape(make_model)
+        print(summary(skeleton, batch_size=training.batch_size // training.accumulation))
         return
+    model = eqx.filter_jit(make_model)()
+    parameters = count_parameters(model)
 
     # Training.
     fitting = fit(config, model, split)
     run = RunFolder.create(RUNS_FOLDER / name, config, tokenizer, overwrite=arguments.overwrite)
     print(
-        f"{corpus.name}: {len(split.train):,} tokens to train on, {len(split.validation):,} to "
-        f"validate on, vocabulary {tokenizer.vocab_size:,}\n"
-        f"{count_parameters(model):,} parameters on {jax.device_count()} "
-        f"{jax.default_backend()} device(s); run folder {run.path}"
+        f"{parameters:,} parameters on {jax.device_count()} {jax.default_backend()} device(s); "
+        f"run folder {run.path}",
+        flush=True,
     )
     display = Display(training.steps)
     history = []
@@ -105,7 +116,7 @@ def train(arguments: TrainArguments) -> None:
             "val_bits_per_byte": bits_per_byte(best_val_loss, split),
             "steps": last["step"],
             "tokens": last["tokens"],
-            "parameters": count_parameters(model),
+            "parameters": parameters,
             "train_seconds": last["seconds"],
             "total_seconds": time.perf_counter() - start,
             "tokens_per_second": last["tokens"] / last["step_seconds"],
@@ -115,13 +126,15 @@ def train(arguments: TrainArguments) -> None:
             "seed": training.seed,
         }
     )
-    prompt = "ROMEO:" if corpus.name == "shakespeare" else corpus.text.split(maxsplit=1)[0]
+    # A prompt that the tokenizer knows and the context holds, for the command to type next.
+    prompt = "ROMEO:" if corpus.name == "shakespeare" else (corpus.text.split() or ["\n"])[0][:8]
+    command = ["python", "sample.py", "--run", str(run.path), f"--prompt={prompt}"]
     print(
         f"best validation loss {best_val_loss:.4f} nats a token "
         f"({bits_per_byte(best_val_loss, split):.4f} bits per byte) "
         f"after {time.perf_counter() - start:.0f} s\n"
         f"weights, metrics and curves are in {run.path}; now try\n"
-        f"    python sample.py --run {run.path} --prompt {shlex.quote(prompt)}"
+        f"    {shlex.join(command)}"
     )
 
 

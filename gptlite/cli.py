@@ -9,7 +9,7 @@ from typing import Annotated, Literal, TypeVar
 
 import tyro
 
-from gptlite.config import PRESETS, Config, SamplingConfig, UserError
+from gptlite.config import MOST, PRESETS, Config, SamplingConfig, UserError, require_range
 
 DEFAULT_PRESET = "quick"
 T = TypeVar("T")
@@ -67,19 +67,17 @@ class SampleArguments:
     seed: int = 0
     """Same seed, same text."""
 
-    stop: tuple[str, ...] = ()
-    """End a text before the first of these strings."""
+    stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """End a text before this string; may be given several times."""
 
     sampling: Annotated[SamplingConfig, tyro.conf.arg(name="")] = field(
         default_factory=SamplingConfig
     )
 
     def __post_init__(self):
-        for name, least in (("max_new_tokens", 1), ("num_samples", 1), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise UserError(f"{name} must be at least {least}, got {getattr(self, name)}.")
-        if self.seed >= 2**31:
-            raise UserError(f"seed must be below 2^31, got {self.seed}.")
+        require_range("max_new_tokens", self.max_new_tokens, 1, MOST)
+        require_range("num_samples", self.num_samples, 1, 100_000)
+        require_range("seed", self.seed, 0, MOST)
         if self.prompt is not None and self.prompt_file is not None:
             raise UserError("Give the prompt with --prompt or with --prompt-file, not with both.")
 
@@ -88,9 +86,8 @@ def parse_train(argv: Sequence[str]) -> TrainArguments:
     """`train.py`'s command line. `argv` is without the program's name."""
     preset = argv[0] if argv and argv[0] in PRESETS else DEFAULT_PRESET
     arguments = _parse(TrainArguments, argv, TrainArguments(preset, config=PRESETS[preset][1]))
-    if arguments.preset != preset:  # named after the options
-        default = TrainArguments(arguments.preset, config=PRESETS[arguments.preset][1])
-        arguments = _parse(TrainArguments, argv, default)
+    if arguments.preset != preset:
+        raise UserError(f"The preset comes first: python train.py {arguments.preset} ...")
     return arguments
 
 
@@ -111,6 +108,13 @@ def errors_as_sentences() -> Iterator[None]:
         yield
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except MemoryError:
+        print(
+            "error: this does not fit into memory; make the model or the batch smaller, or raise "
+            "--training.accumulation.",
+            file=sys.stderr,
+        )
         sys.exit(2)
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)

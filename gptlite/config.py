@@ -8,7 +8,9 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from gptlite.files import write_atomically
 
 
 class UserError(ValueError):
@@ -21,10 +23,34 @@ def require(holds: bool, sentence: str) -> None:
         raise UserError(sentence)
 
 
+# Array sizes and counts: JAX indexes with 32 bits.
+MOST = 2**31 - 1
+
+
 def require_range(name: str, value: float, low: float, high: float = math.inf) -> None:
     """Raise `UserError` unless `low <= value <= high` (NaN is never in range)."""
     bound = f"at least {low}" if high == math.inf else f"between {low} and {high}"
     require(low <= value <= high and value != math.inf, f"{name} must be {bound}, got {value}.")
+
+
+def require_types(section: str, config: Any) -> None:
+    """Raise `UserError` unless every field of the dataclass `config` has its type: a choice one of
+    the words offered, a whole number an int (no bool), any number where a float is wanted."""
+    for name, kind in get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        if get_origin(kind) is Literal:
+            choices = get_args(kind)
+            require(
+                value in choices,
+                f"{section}{name} must be one of {', '.join(choices)}, got {value!r}.",
+            )
+            continue
+        kinds = get_args(kind) or (kind,)
+        if float in kinds:
+            kinds += (int,)
+        fits = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+        wanted = " or ".join(getattr(k, "__name__", str(k)) for k in get_args(kind) or (kind,))
+        require(fits, f"{section}{name} must be {wanted}, got {value!r}.")
 
 
 NormName = Literal["rms", "layer"]
@@ -85,8 +111,12 @@ class ModelConfig:
     """Use the embedding matrix as the output head too."""
 
     dropout: float = 0.0
-    """Share of activations dropped in training: after the embedding, on attention weights and on
-    what attention and MLP add to the residual stream."""
+    """Share of activations dropped in training: after the embedding and on what attention and MLP
+    add to the residual stream."""
+
+    attention_dropout: float = 0.0
+    """Share of attention weights dropped in training. Above 0, a GPU cannot use its fused
+    attention."""
 
     init: Literal["zero", "gpt2"] = "zero"
     """zero: matrices scaled by their input width, those that write to the residual stream or the
@@ -97,11 +127,18 @@ class ModelConfig:
     The result is the same."""
 
     def __post_init__(self):
-        for name in ("n_layers", "n_heads", "d_model", "context_length"):
-            require_range(f"model.{name}", getattr(self, name), 1)
+        require_types("model.", self)
+        for name, most in (
+            ("n_layers", 10_000),
+            ("n_heads", 10_000),
+            ("d_model", 1_000_000),
+            ("context_length", 10_000_000),
+        ):
+            require_range(f"model.{name}", getattr(self, name), 1, most)
         if self.d_ff is not None:
-            require_range("model.d_ff", self.d_ff, 1)
+            require_range("model.d_ff", self.d_ff, 1, 10_000_000)
         require_range("model.dropout", self.dropout, 0.0, 0.99)
+        require_range("model.attention_dropout", self.attention_dropout, 0.0, 0.99)
         require(
             self.d_model % self.n_heads == 0,
             f"model.d_model must be a multiple of model.n_heads, got d_model {self.d_model} "
@@ -172,6 +209,7 @@ class OptimizerConfig:
     """Scale the gradient down to this global norm when it is larger. None: never."""
 
     def __post_init__(self):
+        require_types("optimizer.", self)
         require_range("optimizer.learning_rate", self.learning_rate, 0.0)
         require_range("optimizer.adam_learning_rate", self.adam_learning_rate, 0.0)
         for name in ("warmup_fraction", "decay_fraction", "final_fraction"):
@@ -211,7 +249,8 @@ class TrainingConfig:
 
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of activations and matrix products; parameters, norms, softmax, loss and
-    optimizer stay in float32. bfloat16 pays on hardware that has it."""
+    optimizer stay in float32, and so do evaluation and sampling. bfloat16 pays on hardware that
+    has it."""
 
     steps_per_dispatch: int = 20
     """Steps inside one compiled call; metrics are written once a call."""
@@ -226,11 +265,12 @@ class TrainingConfig:
     """The run is a pure function of the config, this seed included."""
 
     def __post_init__(self):
+        require_types("training.", self)
         for name in ("steps", "batch_size", "accumulation", "steps_per_dispatch", "eval_every"):
-            require_range(f"training.{name}", getattr(self, name), 1)
-        require_range("training.sample_tokens", self.sample_tokens, 0)
+            require_range(f"training.{name}", getattr(self, name), 1, MOST)
+        require_range("training.sample_tokens", self.sample_tokens, 0, MOST)
         require_range("training.label_smoothing", self.label_smoothing, 0.0, 0.99)
-        require_range("training.seed", self.seed, 0, 2**31 - 1)
+        require_range("training.seed", self.seed, 0, MOST)
         require(
             self.batch_size % self.accumulation == 0,
             "training.accumulation must divide training.batch_size, got accumulation "
@@ -269,13 +309,14 @@ class SamplingConfig:
     """Always take the most probable token."""
 
     def __post_init__(self):
+        require_types("", self)
         require(
-            0.0 < self.temperature < math.inf,
-            f"temperature must be a positive number, got {self.temperature} (for the most "
-            "probable token every time, use greedy).",
+            1e-6 <= self.temperature < math.inf,
+            f"temperature must be a positive number (at least 1e-6), got {self.temperature}; for "
+            "the most probable token every time, use greedy.",
         )
         if self.top_k is not None:
-            require_range("top_k", self.top_k, 1)
+            require_range("top_k", self.top_k, 1, MOST)
         require(
             self.top_p is None or 0.0 < self.top_p <= 1.0,
             f"top_p must be above 0 and at most 1, got {self.top_p}.",
@@ -336,7 +377,7 @@ PRESETS: dict[str, tuple[str, Config]] = {
         ),
     ),
     "s": (
-        "nanoGPT's CPU recipe, to the letter: GPT-2's block, 0.80 M parameters",
+        "nanoGPT's CPU recipe: its hyper-parameters, GPT-2's block, 0.80 M parameters",
         Config(
             model=_S,
             optimizer=_NANOGPT_OPTIMIZER,
@@ -346,7 +387,7 @@ PRESETS: dict[str, tuple[str, Config]] = {
     "m": (
         "nanoGPT's GPU recipe for characters: GPT-2's block, 10.7 M parameters",
         Config(
-            model=dataclasses.replace(_M, dropout=0.2),
+            model=dataclasses.replace(_M, dropout=0.2, attention_dropout=0.2),
             optimizer=dataclasses.replace(_NANOGPT_OPTIMIZER, warmup_fraction=0.02),
             training=TrainingConfig(steps=5000, batch_size=64, eval_every=250),
         ),
@@ -372,7 +413,7 @@ def resolve_corpus(config: Config, corpus: str) -> Config:
 
 def save_config(config: Config, path: Path) -> None:
     """Write `config` as JSON."""
-    path.write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n", encoding="utf-8")
+    write_atomically(path, json.dumps(dataclasses.asdict(config), indent=2) + "\n")
 
 
 def load_config(path: Path) -> Config:

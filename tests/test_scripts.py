@@ -11,8 +11,8 @@ from conftest import ROOT, TEXT
 
 import sample
 import train
-from gptlite.cli import parse_sample, parse_train
-from gptlite.config import PRESETS
+from gptlite.cli import errors_as_sentences, parse_sample, parse_train
+from gptlite.config import PRESETS, UserError
 
 TINY = [
     "--model.n-layers",
@@ -95,7 +95,7 @@ def test_piped_output_is_plain_lines_that_end_with_the_next_command(place):
     for words in ("step 20/30", "validation loss", "    | ", "best validation loss"):
         assert words in log
     last = log.strip().splitlines()[-1].strip()
-    assert last == "python sample.py --run runs/one --prompt The"
+    assert last == "python sample.py --run runs/one --prompt=The"
 
 
 def test_sampling_writes_the_text_and_nothing_else_and_the_same_again(place):
@@ -126,6 +126,35 @@ def test_a_stop_string_ends_the_text(place, monkeypatch, capsys):
     stop = whole[20:22]
     sample.sample(parse_sample([*arguments, "--stop", stop]))
     assert capsys.readouterr().out == whole[: whole.index(stop)] + "\n"
+    sample.sample(parse_sample([*arguments, "--stop", stop, "--stop", whole[10:12]]))
+    ends = min(whole.index(stop), whole.index(whole[10:12]))
+    assert capsys.readouterr().out == whole[:ends] + "\n"
+
+
+def test_a_prompt_file_keeps_its_line_ends(place, monkeypatch, capsys):
+    (place / "crlf.txt").write_bytes(b"The\r\n")
+    code, error = run_main(
+        sample, ["--prompt-file", str(place / "crlf.txt"), "--run", str(place / "runs" / "one")],
+        monkeypatch, capsys,
+    )  # fmt: skip
+    assert code == 2
+    assert "'\\r' (U+000D), number 4" in error
+
+
+def test_ctrl_c_and_a_reader_that_has_gone_end_quietly(monkeypatch, capfd):
+    for error, code in ((KeyboardInterrupt, 130), (MemoryError, 2)):
+        with pytest.raises(SystemExit) as stop, errors_as_sentences():
+            raise error
+        assert stop.value.code == code
+        assert capfd.readouterr().err.count("\n") <= 2
+    program = "from gptlite.cli import errors_as_sentences as e\nwith e():\n  print('x' * 100000)"
+    done = subprocess.run(
+        f"{sys.executable} -c \"$PROGRAM\" | true; exit ${{PIPESTATUS[0]}}",
+        shell=True, executable="/bin/bash", env={**os.environ, "PROGRAM": program},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stderr == ""
+    assert done.returncode == 141
 
 
 def run_main(script, argv, monkeypatch, capsys) -> tuple[object, str]:
@@ -146,10 +175,10 @@ def run_main(script, argv, monkeypatch, capsys) -> tuple[object, str]:
         (["--prompt", "T", "--top-p", "0"], "top_p must be"),
         (["--prompt", "T", "--top-k", "0"], "top_k must be"),
         (["--prompt", "T", "--min-p", "2"], "min_p must be"),
-        (["--prompt", "T", "--max-new-tokens", "0"], "max_new_tokens must be"),
+        (["--prompt", "T", "--max-new-tokens", "0"], "max_new_tokens must be between 1"),
         (["--prompt", "T", "--num-samples", "-2"], "num_samples must be"),
         (["--prompt", "T", "--seed", "-1"], "seed must be"),
-        (["--prompt", "T", "--run", "absent"], "absent is not a run"),
+        (["--prompt", "T", "--run", "absent"], "absent is not a run: neither"),
         (["--prompt-file", "absent.txt"], "absent.txt"),
         (["--prompt", "T", "--prompt-file", "rhyme.txt"], "not with both"),
         (["--prompt", "T", "--max-new-tokens", "many"], "many"),
@@ -175,12 +204,16 @@ def test_sampling_without_a_run_says_what_to_do(tmp_path, monkeypatch, capsys):
     [
         (["nonsense"], "quick"),
         (["--model.n-heads", "3"], "multiple of model.n_heads"),
-        (["--training.steps", "0"], "training.steps must be at least 1"),
+        (["--training.steps", "0"], "training.steps must be between 1"),
         (["--training.batch-size", "6", "--training.accumulation", "4"], "must divide"),
         (["--optimizer.schedule", "jagged"], "jagged"),
         (["--data.corpus", "absent.txt"], "no corpus absent.txt"),
         (["--data.corpus", "rhyme.txt", "--data.tokenizer", "words"], "no tokenizer 'words'"),
         (["--data.corpus", "short.txt"], "too short"),
+        (["--data.corpus", ""], "name of the corpus is empty"),
+        (["--data.corpus", "a" * 300], "no corpus aaa"),
+        (["--data.corpus", "rhyme.txt", "--run", "a" * 300], "cannot be named"),
+        (["--model.d-model", "4000000000"], "d_model must be between 1 and"),
         (["--data.corpus", "rhyme.txt", "--run", "one"], "--overwrite"),
         (["--data.corpus", "rhyme.txt", "--run", "a/b"], "'a/b'"),
         (["--data.corpus", "rhyme.txt", "--run", ""], "''"),
@@ -216,7 +249,8 @@ def test_presets_and_what_follows_them():
     changed = parse_train(["m", "--model.dropout", "0.5", "--training.seed", "7"]).config
     assert (changed.model.dropout, changed.training.seed) == (0.5, 7)
     assert changed.model.d_model == 384
-    assert parse_train(["--training.seed", "7", "s"]).config.model.context_length == 64
+    with pytest.raises(UserError, match="preset comes first"):
+        parse_train(["--training.seed", "7", "s"])
 
 
 @pytest.mark.parametrize("script", ["train.py", "sample.py"])

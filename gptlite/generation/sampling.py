@@ -13,14 +13,15 @@ from gptlite.config import SamplingConfig
 def candidates(
     logits: Float[Array, "batch vocab"], config: SamplingConfig
 ) -> tuple[Float[Array, "batch candidates"], Int[Array, "batch candidates"]]:
-    """The logits, over the temperature, and the ids of the tokens that may be drawn; the logit of
-    one that the filters exclude is -inf.
+    """The logits over the temperature, the largest at 0, and the ids of the tokens that may be
+    drawn; the logit of one that the filters exclude is -inf.
 
     top-k: Fan et al., 2018, section 5.4. top-p: Holtzman et al., 2020, section 3.1. min-p:
     Nguyen et al., 2024, section 3. Of equal logits the lower id comes first.
     """
     batch, vocab = logits.shape
-    logits = logits / config.temperature
+    # The largest first, so that no temperature, however low, makes infinities of finite logits.
+    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / config.temperature
     if config.top_k is None and config.top_p is None:
         ids = jnp.broadcast_to(jnp.arange(vocab), (batch, vocab))
     else:

@@ -119,16 +119,7 @@ class GPT(eqx.Module):
     def __call__(
         self, ids: Int[Array, "*batch seq"], *, key: PRNGKeyArray | None = None
     ) -> Float[Array, "*batch seq vocab"]:
-        """Logits of the token after each. `key` switches dropout on.
-
-        **Raises:** `UserError` (while tracing) if `seq` exceeds what learned positions know.
-        """
-        seq = ids.shape[-1]
-        if self.config.positions == "learned" and seq > self.config.context_length:
-            raise UserError(
-                f"Learned positions end at context_length {self.config.context_length}, got a "
-                f"sequence of {seq} tokens."
-            )
+        """Logits of the token after each. `key` switches dropout on."""
         return self.logits(self.hidden(ids, key=key))
 
     def unstacked(self) -> "GPT":
@@ -164,7 +155,7 @@ def make_block(config: ModelConfig, key: PRNGKeyArray) -> Block:
         config.n_heads,
         positions=Rotary() if config.positions == "rotary" else NoPositions(),
         qk_norm=config.qk_norm,
-        dropout=config.dropout,
+        dropout=config.attention_dropout,
         std=std,
         output_std=residual_std,
         bias=config.bias,

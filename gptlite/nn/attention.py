@@ -157,7 +157,8 @@ class Attention(eqx.Module):
         if cache is not None:
             cache = cache.write(k, v, offset)
             k, v = cache.keys, cache.values
-        out = attend(q, k, v, offset, dropout=self.dropout, dropout_key=key)
+        dropout_key = key if self.dropout.p > 0 else None
+        out = attend(q, k, v, offset, dropout=self.dropout, dropout_key=dropout_key)
         return self.output(self._merge_heads(out, x.shape)), cache
 
     def _split_heads(self, x: Float[Array, "*batch seq d_model"]) -> Rows:

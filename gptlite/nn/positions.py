@@ -24,7 +24,10 @@ class NoPositions(eqx.Module):
 
 
 class Learned(eqx.Module):
-    """Adds a trained vector per position (Radford et al., 2018)."""
+    """Adds a trained vector per position (Radford et al., 2018).
+
+    **Raises:** `ValueError` (while tracing) if a sequence is longer than the context.
+    """
 
     weight: Float[Array, "context d"]
 
@@ -34,7 +37,12 @@ class Learned(eqx.Module):
     def __call__(
         self, x: Float[Array, "*batch seq d"], offset: Offset = 0
     ) -> Float[Array, "*batch seq d"]:
-        return x + lax.dynamic_slice_in_dim(self.weight, offset, x.shape[-2])
+        context, seq = len(self.weight), x.shape[-2]
+        if seq > context:
+            raise ValueError(
+                f"Learned positions end at context_length {context}, got a sequence of {seq}."
+            )
+        return x + lax.dynamic_slice_in_dim(self.weight, offset, seq)
 
 
 class Sinusoidal(eqx.Module):

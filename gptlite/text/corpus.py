@@ -34,18 +34,21 @@ def load_corpus(
 ) -> Corpus:
     """Load what `--data.corpus` names (see `DataConfig.corpus`).
 
-    Only `auto` falls back: to `pydoc`, after telling `say` why, in a paragraph.
+    Only `auto` falls back: to `pydoc`, after telling `say` why, in a paragraph. `say` also hears of
+    a download.
 
     **Raises:** `UserError` if there is no such corpus, it cannot be had, is empty or is not UTF-8.
     """
+    if not name:
+        raise UserError("The name of the corpus is empty; see --data.corpus in --help.")
     if name == "auto":
         try:
-            return load_corpus("shakespeare", data_folder=data_folder, download=download)
+            return load_corpus("shakespeare", data_folder=data_folder, say=say, download=download)
         except UserError as error:
             say(f"{error} Training on `pydoc`, the documentation inside Python, instead.")
             return load_corpus("pydoc")
     if name == "shakespeare":
-        text = _decode(_shakespeare(data_folder, download), SHAKESPEARE_FILE)
+        text = _decode(_shakespeare(data_folder, download, say), SHAKESPEARE_FILE)
     elif name == "pydoc":
         text = _pydoc()
     elif name.startswith("hf:"):
@@ -57,14 +60,16 @@ def load_corpus(
     return Corpus(name, text, hashlib.sha256(text.encode("utf-8")).hexdigest())
 
 
-def _shakespeare(data_folder: Path, download: Callable[[float], bytes]) -> bytes:
+def _shakespeare(
+    data_folder: Path, download: Callable[[float], bytes], say: Callable[[str], None]
+) -> bytes:
     path = data_folder / SHAKESPEARE_FILE
     by_hand = (
         f"To use it, put the 1,115,394-character file, known as input.txt from karpathy/char-rnn, "
         f"at {path}."
     )
     if path.is_file():
-        content = path.read_bytes()
+        content = _read_bytes(path)
         if hashlib.sha256(content).hexdigest() != SHAKESPEARE_SHA256:
             raise UserError(
                 f"{path} is not TinyShakespeare: its sha256 should be {SHAKESPEARE_SHA256}. Delete "
@@ -72,6 +77,7 @@ def _shakespeare(data_folder: Path, download: Callable[[float], bytes]) -> bytes
                 "it as it is."
             )
         return content
+    say(f"fetching TinyShakespeare to {path}")
     try:
         content = download(DOWNLOAD_SECONDS)
     except OSError as error:
@@ -88,7 +94,7 @@ def _shakespeare(data_folder: Path, download: Callable[[float], bytes]) -> bytes
         data_folder.mkdir(parents=True, exist_ok=True)
         write_atomically(path, content)
     except OSError as error:
-        raise UserError(f"TinyShakespeare could not be kept at {path}: {error}.") from error
+        say(f"TinyShakespeare was fetched, but could not be kept at {path}: {error}.")
     return content
 
 
@@ -101,7 +107,9 @@ def _pydoc() -> str:
 def _hugging_face(name: str) -> str:
     import datasets
 
-    source, split, column = (*name.removeprefix("hf:").split(":"), "", "")[:3]
+    source, split, column, *rest = [*name.removeprefix("hf:").split(":"), "", ""]
+    if not source or any(rest):
+        raise UserError(f"A Hugging Face dataset is named hf:NAME[:SPLIT[:COLUMN]], got {name!r}.")
     try:
         rows = datasets.load_dataset(source, split=split or "train")
     except Exception as error:  # `datasets` raises a dozen unrelated kinds
@@ -109,7 +117,11 @@ def _hugging_face(name: str) -> str:
         raise UserError(
             f"The dataset {source} (split {split or 'train'}) could not be loaded: {reason}"
         ) from error
-    texts = [key for key, kind in rows.features.items() if getattr(kind, "dtype", "") == "string"]
+    texts = [
+        key
+        for key, kind in rows.features.items()
+        if getattr(kind, "dtype", "") in ("string", "large_string")
+    ]
     column = column or ("text" if "text" in texts else texts[0] if len(texts) == 1 else "")
     if column not in texts:
         raise UserError(
@@ -120,22 +132,30 @@ def _hugging_face(name: str) -> str:
 
 
 def _path(path: Path) -> str:
-    if path.is_dir():
+    try:
+        is_folder, exists = path.is_dir(), path.exists()
+    except OSError:  # a name that is too long to be one
+        is_folder, exists = False, False
+    if is_folder:
         files = sorted(path.rglob("*.txt"))
         if not files:
             raise UserError(f"The folder {path} has no .txt file in it.")
         return "\n".join(_read(file) for file in files)
-    if not path.exists():
+    if not exists:
         raise UserError(
             f"There is no corpus {path}: give a text file, a folder of .txt files, `shakespeare`, "
-            "`pydoc` or `hf:NAME`."
+            "`pydoc`, `hf:NAME` or `auto`."
         )
     return _read(path)
 
 
 def _read(path: Path) -> str:
+    return _decode(_read_bytes(path), path)
+
+
+def _read_bytes(path: Path) -> bytes:
     try:
-        return _decode(path.read_bytes(), path)
+        return path.read_bytes()
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
 

@@ -28,7 +28,7 @@ def download_shakespeare(seconds: float, source: str = SHAKESPEARE) -> bytes:
         target = Path(folder) / "text"
         try:
             done = subprocess.run(
-                [sys.executable, "-m", "gptlite.text.download", source, str(target)],
+                [sys.executable, "-P", "-m", "gptlite.text.download", source, str(target)],
                 timeout=seconds,
                 capture_output=True,
                 text=True,

@@ -58,7 +58,12 @@ class CharTokenizer:
     """One id a character: the sorted distinct characters of a text, as in nanoGPT."""
 
     def __init__(self, characters: str):
-        """`characters`: the vocabulary, sorted and distinct."""
+        """`characters`: the vocabulary, sorted and distinct.
+
+        **Raises:** `ValueError` if they are not, or there are none.
+        """
+        if not characters or list(characters) != sorted(set(characters)):
+            raise ValueError("the characters must be sorted and distinct, and at least one")
         self.characters = characters
         self._codes = _code_points(characters)
 
@@ -189,7 +194,7 @@ def tokenizer_from_json(record: Any) -> Tokenizer:
     }
     try:
         return makers[record["kind"]]()
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"This is not a tokenizer of gptlite: {error!r}.") from error
 
 

@@ -54,11 +54,17 @@ def fit(config: Config, model: GPT, split: Split) -> Iterator[Progress]:
 
     The batch is spread over all of JAX's devices, each of which holds all parameters.
 
-    **Raises:** `UserError`, at once if the text is too short or the devices cannot share a batch,
-    later if the loss stops being a number.
+    **Raises:** `UserError`, at once if the text is too short, is not in the model's vocabulary or
+    the devices cannot share a batch; later if the loss stops being a number.
     """
     training = config.training
     context = config.model.context_length
+    largest = int(max(split.train.max(initial=0), split.validation.max(initial=0)))
+    if largest >= model.vocab_size:
+        raise UserError(
+            f"The text has a token {largest}, and the model's vocabulary ends at "
+            f"{model.vocab_size - 1}: they belong to different tokenizers."
+        )
     batches = Batches(split.train, training.batch_size, context, training.seed)
     evaluate = Evaluation(split.validation, context)
     mesh = data_mesh(training.batch_size // training.accumulation)
@@ -96,12 +102,15 @@ def fit(config: Config, model: GPT, split: Split) -> Iterator[Progress]:
             _check_finite(losses, step, config)
             step += count
             look = step % training.eval_every == 0 or step == training.steps
+            val_loss = evaluate(state.model) if look else None
+            if val_loss is not None:
+                _check_finite(np.array([val_loss]), step - 1, config)
             yield Progress(
                 state=state,
                 step=step,
                 tokens=step * tokens_per_step,
                 train_loss=float(losses.mean()),
-                val_loss=evaluate(state.model) if look else None,
+                val_loss=val_loss,
                 learning_rate=config.optimizer.learning_rate * float(schedule(step - 1)),
                 grad_norm=float(metrics.grad_norm[count - 1]),
                 tokens_per_second=count * tokens_per_step / took,

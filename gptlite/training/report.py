@@ -36,8 +36,10 @@ class Display:
         )
         if progress.val_loss is not None:
             self.say(f"{line}  validation loss {progress.val_loss:.4f}")
-            for text in sample.splitlines():
-                self.say(f"    | {text}")
+            for text in sample.split("\n"):
+                # Sampled bytes may be control characters, which a terminal would obey.
+                shown = "".join(c if c.isprintable() or c == "\t" else "\ufffd" for c in text)
+                self.say(f"    | {shown}")
         elif self._bar.disable and progress.seconds - self._last_line > SECONDS_BETWEEN_LINES:
             self.say(f"{line}  {left:.0f} s left")
             self._last_line = progress.seconds

@@ -12,6 +12,7 @@ Plain data throughout: loading a run never executes anything from it.
 """
 
 import json
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +79,11 @@ class RunFolder:
 
 def check_free(path: Path, *, overwrite: bool) -> None:
     """**Raises:** `UserError` if a new run may not be put at `path`."""
-    if not path.exists():
+    try:
+        exists = path.exists()
+    except OSError as error:  # a name that is too long to be one
+        raise UserError(f"A run cannot be named {path.name!r}: {error.strerror}.") from error
+    if not exists:
         return
     if not overwrite:
         raise UserError(
@@ -124,8 +129,21 @@ def load_run(path: Path | str, which: Literal["best", "last"] = "best") -> Run:
     return Run(path, config, tokenizer, model)
 
 
+def find_run(name: str | None) -> Path:
+    """The folder of the run with that path, or that name in `runs/`; of the newest one for None.
+
+    **Raises:** `UserError` if there is none.
+    """
+    if name is None:
+        return newest_run()
+    for path in (Path(name), RUNS_FOLDER / name):
+        if os.path.isfile(path / "config.json"):
+            return path
+    raise UserError(f"{name} is not a run: neither it nor {RUNS_FOLDER / name} has a config.json.")
+
+
 def newest_run(folder: Path = RUNS_FOLDER) -> Path:
-    """The run in `folder` that was last saved.
+    """The run in `folder` that last had a best evaluation.
 
     **Raises:** `UserError` if there is none with weights.
     """
@@ -153,7 +171,7 @@ def load_weights(path: Path, skeleton: GPT) -> GPT:
     """
     try:
         arrays = safetensors.numpy.load(path.read_bytes())
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, KeyError) as error:  # KeyError: a dtype NumPy lacks
         raise UserError(f"The weights {path} cannot be read: {error}.") from error
 
     def fill(key_path, leaf):

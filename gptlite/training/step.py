@@ -92,9 +92,9 @@ def loss_and_grads(
     @eqx.filter_value_and_grad
     def loss_of(model, windows, key):
         model = cast(model, jnp.dtype(config.compute_dtype))
-        dropout_key = key if model.config.dropout else None
+        drops = max(model.config.dropout, model.config.attention_dropout) > 0
         losses = window_losses(
-            model, windows, label_smoothing=config.label_smoothing, key=dropout_key
+            model, windows, label_smoothing=config.label_smoothing, key=key if drops else None
         )
         return jnp.mean(losses)
 

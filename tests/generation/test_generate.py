@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TINY, VARIANTS, VOCAB, tiny_model
+from conftest import TINY, VOCAB, tiny_model
 
 from gptlite.config import SamplingConfig, UserError
 from gptlite.generation.generate import generate
@@ -111,7 +111,3 @@ def test_a_context_of_one_token_goes_on():
     text = [0, *new[0].tolist()]
     for before, after in itertools.pairwise(text):
         assert after == int(forward(model, jnp.array([before]))[0].argmax())
-
-
-def test_every_variant_was_tried():
-    assert {"learned", "sinusoidal", "no-positions", "default", "scan"} <= set(VARIANTS)

@@ -40,7 +40,7 @@ def test_filters_keep_exactly_what_the_reference_keeps(logits, temperature, top_
     assert set(ids[0][jnp.isfinite(kept[0])].tolist()) == reference(row[0], config)
     np.testing.assert_allclose(
         kept[0][jnp.isfinite(kept[0])],
-        (row[0] / temperature)[ids[0]][jnp.isfinite(kept[0])],
+        ((row[0] - row.max()) / temperature)[ids[0]][jnp.isfinite(kept[0])],
     )
 
 
@@ -67,7 +67,7 @@ def test_greedy_is_the_most_probable_token():
         ({"temperature": -1.0}, "temperature must be a positive number, got -1.0"),
         ({"temperature": 0.0}, "use greedy"),
         ({"temperature": float("nan")}, "temperature"),
-        ({"top_k": 0}, "top_k must be at least 1, got 0"),
+        ({"top_k": 0}, "top_k must be between 1 .*got 0"),
         ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
         ({"top_p": 1.5}, "top_p"),
         ({"min_p": -0.1}, "min_p must be between 0.0 and 1.0, got -0.1"),

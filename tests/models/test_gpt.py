@@ -76,8 +76,9 @@ def test_every_parameter_has_a_gradient(variant):
         assert np.all(np.abs(np.asarray(rows)).max(axis=tuple(range(1, rows.ndim))) > 0.0), path
 
 
-def test_dropout_needs_a_key_and_is_a_function_of_it():
-    model = tiny_model(dropout=0.5)
+@pytest.mark.parametrize("which", ["dropout", "attention_dropout"])
+def test_dropout_needs_a_key_and_is_a_function_of_it(which):
+    model = tiny_model(**{which: 0.5})
     np.testing.assert_array_equal(forward(model, IDS), forward(tiny_model(), IDS))
     a, b = jax.random.split(jax.random.key(0))
     np.testing.assert_array_equal(forward(model, IDS, a), forward(model, IDS, a))
@@ -130,11 +131,14 @@ def test_a_run_in_bfloat16_stays_near_float32(variant):
         ({"d_model": 15}, "multiple of model.n_heads, got d_model 15 and n_heads 2"),
         ({"d_model": 6}, "must be even, got 6 / 2 = 3"),
         ({"d_model": 5, "n_heads": 5, "positions": "sinusoidal"}, "must be even, got 5"),
-        ({"n_layers": 0}, "n_layers must be at least 1, got 0"),
-        ({"context_length": -1}, "context_length must be at least 1, got -1"),
+        ({"n_layers": 0}, "n_layers must be between 1 and 10000, got 0"),
+        ({"context_length": -1}, "context_length must be between 1 .*got -1"),
         ({"dropout": 1.0}, "dropout must be between 0.0 and 0.99, got 1.0"),
         ({"dropout": float("nan")}, "dropout must be between"),
-        ({"d_ff": 0}, "d_ff must be at least 1"),
+        ({"d_ff": 0}, "d_ff must be between 1"),
+        ({"positions": "rotray"}, "one of rotary, learned, sinusoidal, none, got 'rotray'"),
+        ({"d_model": 16.0}, r"d_model must be int, got 16\.0"),
+        ({"bias": 1}, "bias must be bool, got 1"),
     ],
 )
 def test_a_shape_that_cannot_be_is_refused_with_a_sentence(changes, words):
@@ -150,7 +154,7 @@ def test_an_impossible_vocabulary_is_refused(vocab, padded):
 
 def test_learned_positions_end_somewhere():
     ids = jnp.zeros(TINY.context_length + 1, jnp.int32)
-    with pytest.raises(UserError, match="end at context_length 12, got a sequence of 13"):
+    with pytest.raises(ValueError, match="end at context_length 12, got a sequence of 13"):
         tiny_model(positions="learned")(ids)
     forward(tiny_model(), ids)
 

@@ -1,6 +1,5 @@
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 
@@ -8,7 +7,7 @@ import equinox as eqx
 import jax
 import numpy as np
 import pytest
-from conftest import TEXT, TINY
+from conftest import ROOT, TEXT, TINY
 
 from gptlite.config import Config, OptimizerConfig, TrainingConfig, UserError
 from gptlite.models.gpt import GPT
@@ -102,6 +101,23 @@ def test_a_loss_that_is_no_number_ends_the_run_with_advice():
         run(dataclasses.replace(CONFIG, optimizer=optimizer))
 
 
+def test_a_validation_loss_that_is_no_number_is_not_taken_for_the_best():
+    """The last update ruins the weights after the last training loss was computed."""
+    optimizer = OptimizerConfig(
+        name="adamw", learning_rate=1e38, schedule="constant", warmup_fraction=0.0
+    )
+    training = dataclasses.replace(CONFIG.training, steps=1)
+    config = dataclasses.replace(CONFIG, optimizer=optimizer, training=training)
+    with pytest.raises(UserError, match="became nan at step 1"):
+        run(config)
+
+
+def test_a_model_of_another_vocabulary_is_refused():
+    model = eqx.filter_jit(GPT)(TINY, 5, key=jax.random.key(0))
+    with pytest.raises(UserError, match="vocabulary ends at 4"):
+        fit(CONFIG, model, SPLIT)
+
+
 def test_two_devices_do_what_one_does(finished):
     """The batch spread over two devices, in a process that has them."""
     program = """
@@ -115,9 +131,7 @@ assert jax.device_count() == 2
 records, arrays = run(CONFIG)
 print(json.dumps([records[-1]["train_loss"], records[-1]["val_loss"]]))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ}
-    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     train_loss, val_loss = json.loads(done.stdout.splitlines()[-1])
     # The same sums in another order, 45 steps long.
