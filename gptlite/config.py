@@ -234,7 +234,7 @@ class OptimizerConfig:
 class TrainingConfig:
     """How long, in what portions, and how often to look."""
 
-    steps: int = 640
+    steps: int = 720
     """Optimizer steps."""
 
     batch_size: int = 16
@@ -255,7 +255,7 @@ class TrainingConfig:
     steps_per_dispatch: int = 20
     """Steps inside one compiled call; metrics are written once a call."""
 
-    eval_every: int = 160
+    eval_every: int = 180
     """Evaluate (and sample a few lines) every so many steps, and at the end."""
 
     sample_tokens: int = 128
