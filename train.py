@@ -126,8 +126,9 @@ def train(arguments: TrainArguments) -> None:
             "seed": training.seed,
         }
     )
-    # A prompt that the tokenizer knows and the context holds, for the command to type next.
-    prompt = "ROMEO:" if corpus.name == "shakespeare" else (corpus.text.split() or ["\n"])[0][:8]
+    # A prompt of characters that the tokenizer knows, for the command to type next.
+    first_word = (corpus.text.split() or [corpus.text])[0]
+    prompt = "ROMEO:" if corpus.name == "shakespeare" else first_word[:8]
     command = ["python", "sample.py", "--run", str(run.path), f"--prompt={prompt}"]
     print(
         f"best validation loss {best_val_loss:.4f} nats a token "

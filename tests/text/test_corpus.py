@@ -70,7 +70,8 @@ def test_offline_the_default_falls_back_and_says_so(tmp_path):
     assert corpus.name == "pydoc"
     assert corpus == load_corpus("pydoc")
     assert len(corpus.text) > 300_000
-    (paragraph,) = said
+    fetching, paragraph = said
+    assert "fetching" in fetching
     for words in ("no route to host", str(tmp_path / "tinyshakespeare.txt"), "pydoc"):
         assert words in paragraph
 
