@@ -359,12 +359,12 @@ _S = dataclasses.replace(
 _M = dataclasses.replace(_S, n_layers=6, n_heads=6, d_model=384, context_length=256)
 
 PRESETS: dict[str, tuple[str, Config]] = {
-    "quick": ("about two minutes on two CPU cores (the default)", Config()),
+    "quick": ("two to four minutes on two CPU cores (the default)", Config()),
     "laptop": (
-        "several minutes on two CPU cores",
+        "a wider model, several minutes on two CPU cores",
         Config(
             model=ModelConfig(n_layers=4, n_heads=6, d_model=192, context_length=192),
-            training=TrainingConfig(steps=2000, batch_size=8, eval_every=500),
+            training=TrainingConfig(steps=1000, batch_size=8, eval_every=250),
         ),
     ),
     "gpu": (
