@@ -63,7 +63,7 @@ def test_a_tokenizer_survives_json(tokenizer):
     assert decode(again, again.encode(text)) == text
 
 
-@pytest.mark.parametrize("record", [{}, {"kind": "unheard-of"}, {"kind": "char"}, {"kind": "tiktoken"}])
+@pytest.mark.parametrize("record", [{}, {"kind": "word"}, {"kind": "char"}, {"kind": "tiktoken"}])
 def test_json_that_is_no_tokenizer_is_refused(record):
     with pytest.raises(UserError, match="not a tokenizer"):
         tokenizer_from_json(record)
