@@ -36,7 +36,7 @@ class Display:
         )
         if progress.val_loss is not None:
             self.say(f"{line}  validation loss {progress.val_loss:.4f}")
-            for text in sample.split("\n"):
+            for text in sample.split("\n") if sample else ():
                 # Sampled bytes may be control characters, which a terminal would obey.
                 shown = "".join(c if c.isprintable() or c == "\t" else "\ufffd" for c in text)
                 self.say(f"    | {shown}")
