@@ -359,9 +359,9 @@ _S = dataclasses.replace(
 _M = dataclasses.replace(_S, n_layers=6, n_heads=6, d_model=384, context_length=256)
 
 PRESETS: dict[str, tuple[str, Config]] = {
-    "quick": ("two to four minutes on two CPU cores (the default)", Config()),
+    "quick": ("the default: a few minutes on two CPU cores", Config()),
     "laptop": (
-        "a wider model, several minutes on two CPU cores",
+        "a wider model, for longer than quick",
         Config(
             model=ModelConfig(n_layers=4, n_heads=6, d_model=192, context_length=192),
             training=TrainingConfig(steps=1000, batch_size=8, eval_every=250),
