@@ -27,6 +27,7 @@ def train(arguments: TrainArguments) -> None:
     from gptlite.config import SamplingConfig, UserError, resolve_corpus
     from gptlite.generation.generate import generate
     from gptlite.models.gpt import GPT
+    from gptlite.runtime import set_up_jax
     from gptlite.models.summary import count_parameters, summary
     from gptlite.text.batches import split_corpus
     from gptlite.text.corpus import load_corpus
@@ -44,6 +45,8 @@ def train(arguments: TrainArguments) -> None:
         raise UserError(f"--run takes a name for the folder in {RUNS_FOLDER}/, got {name!r}.")
     if not arguments.summary:
         check_free(RUNS_FOLDER / name, overwrite=arguments.overwrite)
+
+    set_up_jax(training.cpu_devices)
 
     # Text to tokens.
     corpus = load_corpus(arguments.config.data.corpus)
@@ -88,11 +91,11 @@ def train(arguments: TrainArguments) -> None:
             best = all(
                 progress.val_loss < seen["val_loss"] for seen in history if "val_loss" in seen
             )
-            run.save_weights(progress.state.model, best=best)
+            run.save_weights(progress.model, best=best)
             if training.sample_tokens:
                 prompt, keys = jnp.asarray(split.validation[None, :1]), sample_key[None]
                 ids = generate(
-                    progress.state.model,
+                    progress.model,
                     prompt,
                     training.sample_tokens,
                     SamplingConfig(),

@@ -252,6 +252,11 @@ class TrainingConfig:
     optimizer stay in float32, and so do evaluation and sampling. bfloat16 pays on hardware that
     has it."""
 
+    cpu_devices: int = 2
+    """Without a GPU: how many devices to make of the CPU, each with its own rows of a batch. Two
+    keep two cores busier than one that spreads each operation over both. The environment variable
+    JAX_NUM_CPU_DEVICES goes before this."""
+
     steps_per_dispatch: int = 20
     """Steps inside one compiled call; metrics are written once a call."""
 
@@ -268,6 +273,7 @@ class TrainingConfig:
         require_types("training.", self)
         for name in ("steps", "batch_size", "accumulation", "steps_per_dispatch", "eval_every"):
             require_range(f"training.{name}", getattr(self, name), 1, MOST)
+        require_range("training.cpu_devices", self.cpu_devices, 1, 1024)
         require_range("training.sample_tokens", self.sample_tokens, 0, MOST)
         require_range("training.label_smoothing", self.label_smoothing, 0.0, 0.99)
         require_range("training.seed", self.seed, 0, MOST)

@@ -9,10 +9,11 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from gptlite.nn.cache import LayerCache
-from gptlite.nn.linear import Linear
+from gptlite.nn.linear import Linear, project
 from gptlite.nn.norms import RMSNorm
 from gptlite.nn.positions import NoPositions, Offset, Rotary
 from gptlite.nn.precision import wide_dtype
+from gptlite.nn.product import product
 
 # All heads of all sequences, one below the other: rows = batch x heads. One leading axis, because
 # with two XLA's CPU compiler copies a cache that the next line only reads.
@@ -50,8 +51,7 @@ def attend_plain(
 ) -> Float[Array, "rows queries d_head"]:
     """`attend`, written out."""
     wide = wide_dtype(query.dtype)
-    scores = jnp.einsum("rqd,rkd->rqk", query, key, preferred_element_type=wide)
-    scores = scores / math.sqrt(query.shape[-1])
+    scores = product(query, key) / math.sqrt(query.shape[-1])
     scores = jnp.where(visible(query.shape[1], key.shape[1], offset), scores, jnp.finfo(wide).min)
     # The sum divides the product with V rather than the weights: d_head numbers a query in place
     # of one a key.
@@ -59,9 +59,7 @@ def attend_plain(
     total = jnp.sum(weights, axis=-1, keepdims=True)
     if dropout is not None:
         weights = dropout(weights, key=dropout_key, inference=dropout_key is None)
-    out = jnp.einsum(
-        "rqk,rkd->rqd", weights.astype(value.dtype), value, preferred_element_type=wide
-    )
+    out = product(weights.astype(value.dtype), jnp.swapaxes(value, -1, -2))
     return (out / total).astype(value.dtype)
 
 
@@ -150,7 +148,13 @@ class Attention(eqx.Module):
     ) -> tuple[Float[Array, "*batch seq d_model"], LayerCache | None]:
         """Without a cache, `x` is a whole sequence. With one, `x` follows the first `offset`
         positions of it, and it comes back with `x` added. `key` switches dropout on."""
-        q, k, v = (self._split_heads(to(x)) for to in (self.query, self.key, self.value))
+        # One product in place of three: XLA's CPU code is fastest on wide ones.
+        weight = jnp.concatenate([self.query.weight, self.key.weight, self.value.weight])
+        y = project(x, weight)
+        if self.query.bias is not None:
+            y = (y + jnp.concatenate([self.query.bias, self.key.bias, self.value.bias]))
+        y=y.astype(x.dtype)
+        q, k, v = (self._split_heads(z) for z in jnp.split(y, 3, axis=-1))
         if self.qk_norm is not None:
             q, k = self.qk_norm(q), self.qk_norm(k)
         q, k = self.positions(q, offset), self.positions(k, offset)

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from gptlite.nn.precision import wide_dtype
+from gptlite.nn.product import product
 
 
 class Linear(eqx.Module):
@@ -35,6 +35,5 @@ def project(
     x: Float[Array, "*batch d_in"], weight: Float[Array, "d_out d_in"]
 ) -> Float[Array, "*batch d_out"]:
     """`x Wᵀ` as one product over all rows, summed up and returned in at least float32."""
-    rows = x.reshape(-1, x.shape[-1])
-    y = jnp.dot(rows, weight.T, preferred_element_type=wide_dtype(x.dtype))
+    y = product(x.reshape(-1, x.shape[-1]), weight)
     return y.reshape(*x.shape[:-1], len(weight))

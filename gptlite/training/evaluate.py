@@ -3,9 +3,11 @@
 import math
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from gptlite.models.gpt import GPT
@@ -23,19 +25,23 @@ class Evaluation:
     The text is read in consecutive windows of the context length. No sampling, no overlap.
     """
 
-    def __init__(self, tokens: Ids, context_length: int):
-        """**Raises:** `UserError` if there are fewer than 2 tokens."""
+    def __init__(self, tokens: Ids, context_length: int, mesh: Mesh):
+        """`mesh`: the devices that share the work, along the axis `data`.
+
+        **Raises:** `UserError` if there are fewer than 2 tokens.
+        """
         windows, self.targets = split_windows(tokens, context_length)
         rows = min(len(windows), max(1, TOKENS_PER_BATCH // context_length))
+        rows = -(-rows // mesh.size) * mesh.size
         batches = -(-len(windows) // rows)
         padding = np.full((batches * rows - len(windows), context_length + 1), -1, np.int32)
-        self._batches = jnp.asarray(
-            np.concatenate([windows, padding]).reshape(batches, rows, context_length + 1)
-        )
+        shaped = np.concatenate([windows, padding]).reshape(batches, rows, context_length + 1)
+        self._batches = jax.device_put(shaped, NamedSharding(mesh, PartitionSpec(None, "data")))
+        self._mesh = mesh
 
     def __call__(self, model: GPT) -> float:
         """Nats a token, without dropout or label smoothing."""
-        return float(_summed_loss(model, self._batches)) / self.targets
+        return float(_summed_loss(model, self._batches, self._mesh)) / self.targets
 
 
 def bits_per_byte(val_loss: float, split: Split) -> float:
@@ -45,11 +51,22 @@ def bits_per_byte(val_loss: float, split: Split) -> float:
 
 
 @eqx.filter_jit
-def _summed_loss(model: GPT, batches: Int[Array, "batches rows seq_and_next"]) -> Float[Array, ""]:
+def _summed_loss(
+    model: GPT, batches: Int[Array, "batches rows seq_and_next"], mesh: Mesh
+) -> Float[Array, ""]:
     """Padding is -1, always at the end; a target of -1 counts nothing."""
+    arrays, static = eqx.partition(model, eqx.is_array)
 
-    def batch_loss(windows):
-        losses = window_losses(model, jnp.maximum(windows, 0))
-        return jnp.sum(jnp.where(windows[:, 1:] >= 0, losses, 0.0))
+    def on_device(arrays, batches):
+        model = eqx.combine(arrays, static).unstacked()
 
-    return jnp.sum(lax.map(batch_loss, batches))
+        def batch_loss(windows):
+            losses = window_losses(model, jnp.maximum(windows, 0))
+            return jnp.sum(jnp.where(windows[:, 1:] >= 0, losses, 0.0))
+
+        return lax.psum(jnp.sum(lax.map(batch_loss, batches)), "data")
+
+    in_specs = (PartitionSpec(), PartitionSpec(None, "data"))
+    return jax.shard_map(
+        on_device, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec(), check_vma=False
+    )(arrays, batches)

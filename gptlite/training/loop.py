@@ -24,6 +24,7 @@ class Progress:
     """After a dispatch. `state` lives until the next one is asked for, which reuses its memory."""
 
     state: TrainState
+    """On every device."""
     step: int
     """Steps done."""
     tokens: int
@@ -42,6 +43,13 @@ class Progress:
     """Spent on steps so far, without compilation and evaluations."""
     seconds: float
     """Since the loop was entered, compilation and evaluations included."""
+
+    @property
+    def model(self) -> GPT:
+        """The model, on one device of this process."""
+        return jax.tree.map(
+            lambda x: x.addressable_data(0) if eqx.is_array(x) else x, self.state.model
+        )
 
     def record(self) -> dict[str, Any]:
         """The line for `metrics.jsonl`: all but the state, and `val_loss` only where evaluated."""
@@ -66,14 +74,14 @@ def fit(config: Config, model: GPT, split: Split) -> Iterator[Progress]:
             f"{model.vocab_size - 1}: they belong to different tokenizers."
         )
     batches = Batches(split.train, training.batch_size, context, training.seed)
-    evaluate = Evaluation(split.validation, context)
     mesh = data_mesh(training.batch_size // training.accumulation)
+    evaluate = Evaluation(split.validation, context, mesh)
     everywhere = NamedSharding(mesh, PartitionSpec())
     by_row = NamedSharding(mesh, PartitionSpec(None, "data"))
 
-    optimizer = make_optimizer(config.optimizer, training.steps, model)
+    optimizer = make_optimizer(config.optimizer, training.steps, model, axis_name="data")
     schedule = make_schedule(config.optimizer, training.steps)
-    train_steps = make_train_steps(training, optimizer)
+    train_steps = make_train_steps(training, optimizer, mesh)
     per_dispatch = min(training.steps_per_dispatch, training.steps)
     tokens_per_step = training.batch_size * context
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, PyTree
 from gptlite.config import OptimizerConfig
 from gptlite.models.gpt import GPT
 from gptlite.nn.stack import Stack
+from gptlite.training.muon import scale_by_orthogonalization
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> Callable[[ArrayLike], Float[Array, ""]]:
@@ -35,7 +36,9 @@ def make_schedule(config: OptimizerConfig, steps: int) -> Callable[[ArrayLike], 
     return lambda step: jnp.asarray(after(step), jnp.float32)
 
 
-def make_optimizer(config: OptimizerConfig, steps: int, model: GPT) -> optax.GradientTransformation:
+def make_optimizer(
+    config: OptimizerConfig, steps: int, model: GPT, axis_name: str | None = None
+) -> optax.GradientTransformation:
     """The optimizer of a run of `steps` steps on `model`'s parameters.
 
     muon: Jordan et al., 2024, on the matrices of the blocks; AdamW (Loshchilov and Hutter, 2019)
@@ -55,20 +58,24 @@ def make_optimizer(config: OptimizerConfig, steps: int, model: GPT) -> optax.Gra
             mask=lambda _: decayed,
         )
     else:
-        # Weights are [n_layers, d_out, d_in]; one call orthogonalises all layers.
-        matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=2, output_axis=1)
-        dimensions = jax.tree.map(
-            lambda p, stacked: matrix if stacked and p.ndim == 3 else None, params, in_stack
+        matrices = jax.tree.map(
+            lambda p, stacked: "muon" if stacked and p.ndim == 3 else "adam", params, in_stack
         )
-        optimizer = optax.contrib.muon(
-            lambda step: config.learning_rate * schedule(step),
+        muon = optax.chain(
+            optax.trace(0.95, nesterov=True),
+            scale_by_orthogonalization(axis_name),
+            optax.add_decayed_weights(config.weight_decay),
+            optax.scale_by_learning_rate(lambda step: config.learning_rate * schedule(step)),
+        )
+        adam = optax.adamw(
+            lambda step: config.adam_learning_rate * schedule(step),
+            b1=config.beta1,
+            b2=config.beta2,
             weight_decay=config.weight_decay,
-            adam_b1=config.beta1,
-            adam_b2=config.beta2,
-            adam_learning_rate=lambda step: config.adam_learning_rate * schedule(step),
-            # A function, because optax would call the tree: it is a GPT, and those are callable.
-            muon_weight_dimension_numbers=lambda _: dimensions,
+            mask=lambda params: jax.tree.map(lambda p: p.ndim >= 2, params),
         )
+        # A function, because optax would call the tree: it is a GPT, and those are callable.
+        optimizer = optax.partition({"muon": muon, "adam": adam}, lambda _: matrices)
     if config.clip_norm is not None:
         optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
     return optimizer

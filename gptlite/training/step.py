@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from gptlite.config import TrainingConfig
@@ -42,16 +43,21 @@ def init_state(model: GPT, optimizer: optax.GradientTransformation) -> TrainStat
     )
 
 
-def make_train_steps(config: TrainingConfig, optimizer: optax.GradientTransformation) -> TrainSteps:
+def make_train_steps(
+    config: TrainingConfig, optimizer: optax.GradientTransformation, mesh: Mesh
+) -> TrainSteps:
     """`train_steps(state, batches, count)`: `count` steps on the first `count` of the batches
     `[steps, batch, seq_and_next]`, in one compiled call that reuses the old state's memory.
 
-    The count is data, not shape: however many steps are wanted, there is one program.
+    The count is data, not shape: however many steps are wanted, there is one program. Each device
+    of the mesh runs it on its own rows of every batch and a copy of the state; all they exchange
+    is the mean of their gradients (and Muon's share of work).
     """
 
     def step(state: TrainState, batch: Array) -> tuple[TrainState, Array, Array]:
         key = jax.random.fold_in(jax.random.key(config.seed), state.step)
-        loss, grads = loss_and_grads(state.model, batch, config, key=key)
+        key = jax.random.fold_in(key, lax.axis_index("data"))
+        loss, grads = lax.pmean(loss_and_grads(state.model, batch, config, key=key), "data")
         updates, optimizer_state = optimizer.update(
             grads, state.optimizer_state, eqx.filter(state.model, eqx.is_inexact_array)
         )
@@ -65,16 +71,28 @@ def make_train_steps(config: TrainingConfig, optimizer: optax.GradientTransforma
     ) -> tuple[TrainState, StepMetrics]:
         arrays, static = eqx.partition(state, eqx.is_array)
 
-        def body(i, carry):
-            arrays, metrics = carry
-            state, loss, grad_norm = step(eqx.combine(arrays, static), batches[i])
-            metrics = StepMetrics(
-                loss=metrics.loss.at[i].set(loss), grad_norm=metrics.grad_norm.at[i].set(grad_norm)
-            )
-            return eqx.filter(state, eqx.is_array), metrics
+        def on_device(arrays, batches, count):
+            def body(i, carry):
+                arrays, metrics = carry
+                state, loss, grad_norm = step(eqx.combine(arrays, static), batches[i])
+                metrics = StepMetrics(
+                    loss=metrics.loss.at[i].set(loss),
+                    grad_norm=metrics.grad_norm.at[i].set(grad_norm),
+                )
+                return eqx.filter(state, eqx.is_array), metrics
 
-        blank = jnp.zeros(batches.shape[0])
-        arrays, metrics = lax.fori_loop(0, count, body, (arrays, StepMetrics(blank, blank)))
+            blank = jnp.zeros(batches.shape[0])
+            return lax.fori_loop(0, count, body, (arrays, StepMetrics(blank, blank)))
+
+        everywhere = PartitionSpec()
+        arrays, metrics = jax.shard_map(
+            on_device,
+            mesh=mesh,
+            in_specs=(everywhere, PartitionSpec(None, "data"), everywhere),
+            out_specs=everywhere,
+            # What leaves is the same everywhere by construction; JAX cannot see that of all_gather.
+            check_vma=False,
+        )(arrays, batches, count)
         return eqx.combine(arrays, static), metrics
 
     return lambda state, batches, count: train_steps(state, batches, jnp.asarray(count))
@@ -105,7 +123,8 @@ def loss_and_grads(
     def add_part(total, part):
         return jax.tree.map(jnp.add, total, loss_of(model, *part)), None
 
-    parts = batch.reshape(config.accumulation, -1, batch.shape[-1])
+    # Every accumulation-th window: what is spread over devices stays spread over them in each part.
+    parts = jnp.swapaxes(batch.reshape(-1, config.accumulation, batch.shape[-1]), 0, 1)
     keys = jax.random.split(key, config.accumulation)
     zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, eqx.filter(model, eqx.is_inexact_array)))
     total, _ = lax.scan(add_part, zero, (parts, keys))

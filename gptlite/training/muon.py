@@ -1,0 +1,74 @@
+"""Muon's update: momentum, orthogonalised (Jordan et al., 2024, "Muon: an optimizer for hidden
+layers in neural networks")."""
+
+import collections
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jaxtyping import Array, Float
+
+from gptlite.nn.product import product
+
+# a, b, c of x -> a x + (b x xᵀ + c (x xᵀ)²) x. Not the coefficients of a series: chosen for their
+# slope at 0, they take singular values to somewhere in 0.7 to 1.2 within five steps.
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
+def orthogonalize(x: Float[Array, "*batch m n"], steps: int = 5) -> Float[Array, "*batch m n"]:
+    """The matrices of `x`, `m <= n`, with their singular values brought near 1, by Newton-Schulz
+    steps in bfloat16, which is also the result's format."""
+    a, b, c = COEFFICIENTS
+    norm = jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)
+    y = (x / (norm + 1e-7)).astype(jnp.bfloat16)
+    for _ in range(steps):
+        square = product(y, y).astype(y.dtype)
+        # (x xᵀ)² is symmetric: its transpose, which `product` multiplies with, is itself.
+        inner = (b * square + c * product(square, square)).astype(y.dtype)
+        y = (a * y + product(inner, jnp.swapaxes(y, -1, -2))).astype(y.dtype)
+    return y
+
+
+def scale_by_orthogonalization(axis_name: str | None = None) -> optax.GradientTransformation:
+    """Orthogonalises updates `[n_layers, d_out, d_in]` and multiplies each by
+    `sqrt(max(d_out, d_in) / min(d_out, d_in))`, so that a wide matrix learns as fast as a square.
+
+    Matrices of one shape, turned or not, are batched. With `axis_name`, inside a `shard_map` over
+    that axis, each device does its share of every batch and hands it round.
+    """
+
+    def update(updates, params):
+        del params
+        leaves, structure = jax.tree.flatten(updates)
+        by_shape = collections.defaultdict(list)
+        for place, leaf in enumerate(leaves):
+            by_shape[tuple(sorted(leaf.shape[1:]))].append(place)
+        for (m, n), places in by_shape.items():
+            batch = jnp.concatenate([_wide(leaves[place]) for place in places])
+            done = _shared_out(batch, axis_name).astype(batch.dtype) * math.sqrt(n / m)
+            ends = [len(leaves[place]) for place in places]
+            start = 0
+            for place, size in zip(places, ends, strict=True):
+                part = done[start : start + size]
+                start += size
+                tall = leaves[place].shape[1] > leaves[place].shape[2]
+                leaves[place] = jnp.swapaxes(part, 1, 2) if tall else part
+        return jax.tree.unflatten(structure, leaves)
+
+    return optax.stateless(update)
+
+
+def _wide(x: Float[Array, "layers d_out d_in"]) -> Float[Array, "layers m n"]:
+    return jnp.swapaxes(x, 1, 2) if x.shape[1] > x.shape[2] else x
+
+
+def _shared_out(x: Float[Array, "matrices m n"], axis_name: str | None) -> Array:
+    if axis_name is None:
+        return orthogonalize(x)
+    count, devices = len(x), lax.axis_size(axis_name)
+    each = -(-count // devices)
+    x = jnp.pad(x, ((0, each * devices - count), (0, 0), (0, 0)))
+    share = lax.dynamic_slice_in_dim(x, lax.axis_index(axis_name) * each, each)
+    return lax.all_gather(orthogonalize(share), axis_name, tiled=True)[:count]
