@@ -27,7 +27,6 @@ TOKENS_PER_CALL = 32
 class GenerationState(eqx.Module):
     """Between two tokens."""
 
-    window: Int[Array, "batch context"]
     cache: Cache
     logits: Float[Array, "batch vocab"]
     made: Int[Array, ""]
@@ -86,17 +85,18 @@ def _start(
 ) -> GenerationState:
     hidden, cache = _read(model, window, length)
     last = lax.dynamic_slice_in_dim(hidden, length - 1, 1, axis=1)
-    return GenerationState(window, cache, model.logits(last)[:, 0], jnp.zeros((), jnp.int32))
+    return GenerationState(cache, model.logits(last)[:, 0], jnp.zeros((), jnp.int32))
 
 
 @eqx.filter_jit
 def _forget(model: GPT, state: GenerationState) -> GenerationState:
     """Make room in a full context. (Not in `_advance`'s loop: a condition there would have the
     cache copied at every token.)"""
-    context = state.window.shape[1]
-    window = jnp.roll(state.window, context // 2 - context, axis=1)
+    context = model.config.context_length
+    window = state.cache.ids[:, -context:]
+    window = jnp.roll(window, context // 2 - context, axis=1)
     _, cache = _read(model, window, jnp.asarray(context // 2))
-    return GenerationState(window, cache, state.logits, state.made)
+    return GenerationState(cache, state.logits, state.made)
 
 
 @eqx.filter_jit
@@ -118,14 +118,13 @@ def _advance(
         token = sample(state.logits, config, row_keys)
         return _append(model, state, token), tokens.at[:, i].set(token)
 
-    tokens = jnp.zeros((len(state.window), TOKENS_PER_CALL), jnp.int32)
+    tokens = jnp.zeros((len(keys), TOKENS_PER_CALL), jnp.int32)
     return lax.fori_loop(0, count, body, (state, tokens))
 
 
 def _append(model: GPT, state: GenerationState, token: Int[Array, " batch"]) -> GenerationState:
-    window = state.window.at[:, state.cache.length].set(token)
     hidden, cache = model.extend(token[:, None], state.cache)
-    return GenerationState(window, cache, model.logits(hidden)[:, 0], state.made + 1)
+    return GenerationState(cache, model.logits(hidden)[:, 0], state.made + 1)
 
 
 def _read(
@@ -134,4 +133,4 @@ def _read(
     """Hidden states and cache of the first `length` tokens. The rest of the window is computed
     too, so that one program serves all lengths; being later, it is seen by none of them."""
     hidden, cache = model.extend(window, model.init_cache((len(window),)))
-    return hidden, Cache(cache.layers, length)
+    return hidden, Cache(cache.layers, cache.ids, length)

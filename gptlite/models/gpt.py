@@ -7,6 +7,7 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from gptlite.config import ModelConfig, UserError
@@ -29,6 +30,7 @@ class GPT(eqx.Module):
     """
 
     embedding: Embedding
+    previous: tuple[Embedding, ...]
     positions: Callable
     dropout: eqx.nn.Dropout
     stack: Stack | Layers
@@ -63,6 +65,10 @@ class GPT(eqx.Module):
         # A head that shares the embedding's matrix wants it small: logits start near 0.
         embedding_std = 0.02 if config.init == "gpt2" or config.tied_head else 1.0
         self.embedding = Embedding(rows, d_model, std=embedding_std, key=embedding_key)
+        self.previous = tuple(
+            Embedding(rows, d_model, std=0.0, key=embedding_key)
+            for _ in range(config.embed_previous)
+        )
         if config.positions == "learned":
             self.positions = Learned(
                 config.context_length, d_model, std=embedding_std, key=positions_key
@@ -84,7 +90,8 @@ class GPT(eqx.Module):
         self, ids: Int[Array, "*batch seq"], *, key: PRNGKeyArray | None = None
     ) -> Float[Array, "*batch seq d_model"]:
         """What the head reads. `key` switches dropout on."""
-        return self._run(ids, None, 0, key)[0]
+        nothing = jnp.full((*ids.shape[:-1], len(self.previous)), -1, ids.dtype)
+        return self._run(ids, nothing, None, 0, key)[0]
 
     def extend(
         self, ids: Int[Array, "*batch seq"], cache: Cache
@@ -93,18 +100,27 @@ class GPT(eqx.Module):
 
         They must fit: `cache.length + seq` may not exceed the context length.
         """
-        hidden, layers = self._run(ids, cache.layers, cache.length, None)
-        return hidden, Cache(layers, cache.length + ids.shape[-1])
+        back = len(self.previous)
+        before = lax.dynamic_slice_in_dim(cache.ids, cache.length, back, axis=-1)
+        hidden, layers = self._run(ids, before, cache.layers, cache.length, None)
+        all_ids = lax.dynamic_update_slice_in_dim(cache.ids, ids, cache.length + back, axis=-1)
+        return hidden, Cache(layers, all_ids, cache.length + ids.shape[-1])
 
     def _run(
         self,
         ids: Int[Array, "*batch seq"],
+        before: Int[Array, "*batch back"],
         caches: PyTree,
         offset: Offset,
         key: PRNGKeyArray | None,
     ) -> tuple[Float[Array, "*batch seq d_model"], PyTree]:
         embedding_key, stack_key = (None, None) if key is None else jax.random.split(key)
-        x = self.positions(self.embedding(ids), offset)
+        x = self.embedding(ids)
+        back, seq = before.shape[-1], ids.shape[-1]
+        with_before = jnp.concatenate([before, ids], axis=-1)
+        for lag, embedding in enumerate(self.previous, start=1):
+            x = x + embedding(with_before[..., back - lag : back - lag + seq])
+        x = self.positions(x, offset)
         x = self.dropout(x, key=embedding_key, inference=key is None)
         x, caches = self.stack(x, caches, offset, key=stack_key)
         return self.norm(x), caches
@@ -137,7 +153,8 @@ class GPT(eqx.Module):
             self.embedding.weight.dtype,
         )
         layers = self.stack.init_cache(lambda: LayerCache(keys=empty, values=empty))
-        return Cache(layers, jnp.zeros((), jnp.int32))
+        ids = jnp.full((*batch, len(self.previous) + config.context_length), -1, jnp.int32)
+        return Cache(layers, ids, jnp.zeros((), jnp.int32))
 
 
 def make_block(config: ModelConfig, key: PRNGKeyArray) -> Block:

@@ -30,7 +30,11 @@ class LayerCache(eqx.Module):
 
 
 class Cache(eqx.Module):
-    """All layers' caches, in the form that the stack wants them, and how many tokens they hold."""
+    """All layers' caches, in the form that the stack wants them, and the tokens that they hold.
+
+    `ids` begins with one -1 (no token) for each earlier token that the embedding looks back at.
+    """
 
     layers: Any
+    ids: Int[Array, "*batch capacity"]
     length: Int[Array, ""]

@@ -2,11 +2,13 @@
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 
 class Embedding(eqx.Module):
-    """Row `id` of `weight`, for any array of ids (`eqx.nn.Embedding` takes a single one)."""
+    """Row `id` of `weight`, for any array of ids (`eqx.nn.Embedding` takes a single one); zeros for
+    a negative id, which stands for no token."""
 
     weight: Float[Array, "vocab d"]
 
@@ -15,4 +17,4 @@ class Embedding(eqx.Module):
         self.weight = std * jax.random.normal(key, (vocab_size, d))
 
     def __call__(self, ids: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
-        return self.weight[ids]
+        return jnp.where(ids[..., None] >= 0, self.weight[ids], 0)

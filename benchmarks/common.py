@@ -1,0 +1,154 @@
+"""What the benchmarks share: contenders in processes of their own, run by turns; the machine's
+limits; tables."""
+
+import dataclasses
+import multiprocessing
+import os
+import platform
+import resource
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from gptlite.config import PRESETS, ModelConfig
+
+# One round of work, as `seconds = round()`.
+Round = Callable[[], float]
+MakeRound = Callable[..., Round]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One of the two shapes that all speeds are told for."""
+
+    model: ModelConfig
+    batch_size: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in a batch."""
+        return self.batch_size * self.model.context_length
+
+
+def shape(name: str, block: str) -> Shape:
+    """`name`: S (nanoGPT's recipe for a CPU) or M (for a GPU). `block`: `gpt2`, with the biases
+    that Hugging Face's has and no dropout; `default`, gptlite's own."""
+    config = PRESETS[name.lower()][1]
+    model = dataclasses.replace(config.model, bias=True, dropout=0.0, attention_dropout=0.0)
+    if block == "default":
+        model = ModelConfig(
+            n_layers=model.n_layers,
+            n_heads=model.n_heads,
+            d_model=model.d_model,
+            context_length=model.context_length,
+        )
+    return Shape(model, config.training.batch_size)
+
+
+class Contender:
+    """A process that makes rounds of one kind when asked. While others run, it waits."""
+
+    def __init__(self, name: str, make: MakeRound, *args: Any):
+        """`make(*args)`, run in the process, gives the round, compiled and warm."""
+        context = multiprocessing.get_context("spawn")
+        self.name = name
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, make, args), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._pipe.recv()
+
+    def round(self) -> float:
+        """Seconds that one round took."""
+        self._pipe.send("round")
+        return self._pipe.recv()
+
+    def close(self) -> float:
+        """End the process. Its peak memory, in MiB."""
+        self._pipe.send("close")
+        peak = self._pipe.recv()
+        self._process.join()
+        return peak
+
+
+def _serve(pipe: Connection, make: MakeRound, args: tuple[Any, ...]) -> None:
+    work = make(*args)
+    work()  # what is only slow once is not measured
+    pipe.send("ready")
+    while pipe.recv() == "round":
+        pipe.send(work())
+    pipe.send(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+
+
+def by_turns(contenders: Sequence[Contender], rounds: int) -> dict[str, list[float]]:
+    """Each contender's seconds a round, measured in alternation: A B C, A B C, ..."""
+    seconds = {contender.name: [] for contender in contenders}
+    for _ in range(rounds):
+        for contender in contenders:
+            seconds[contender.name].append(contender.round())
+    return seconds
+
+
+def timed(work: Callable[[], Any], repeats: int) -> float:
+    """Seconds of one `work()`, of which `repeats` are done in a row."""
+    start = time.perf_counter()
+    for _ in range(repeats):
+        work()
+    return (time.perf_counter() - start) / repeats
+
+
+def make_matmul() -> Round:
+    """A float32 product of 1,024 x 1,024 matrices: seconds a FLOP, JAX's or PyTorch's, whichever is
+    faster. The limit that GFLOP/s are set against."""
+    import jax
+    import jax.numpy as jnp
+    import torch
+
+    x = jnp.ones((1024, 1024))
+    product = jax.jit(lambda x: x @ x)
+    y = torch.ones((1024, 1024))
+    flops = 2 * 1024**3
+    return lambda: (
+        min(timed(lambda: product(x).block_until_ready(), 20), timed(lambda: y @ y, 20)) / flops
+    )
+
+
+def make_memory() -> Round:
+    """Seconds a byte of reading 256 MiB from memory."""
+    import torch
+
+    x = torch.ones(2**26)
+    return lambda: timed(lambda: x.sum(), 5) / (x.numel() * 4)
+
+
+def spread(values: Sequence[float], form: str = ",.0f") -> str:
+    """Median and range."""
+    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """As Markdown, columns aligned."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    for row in [header, ["-" * width for width in widths], *rows]:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print("| " + " | ".join(cells) + " |")
+    print(flush=True)
+
+
+def print_machine() -> None:
+    """What the figures below were taken on."""
+    import jax
+    import torch
+    import transformers
+
+    model = platform.processor()
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.split(":")[1].strip() for line in file if line.startswith("model name")]
+        model = names[0] if names else model
+    print(
+        f"{os.cpu_count()} cores, {model}; Python {platform.python_version()}, JAX "
+        f"{jax.__version__}, PyTorch {torch.__version__}, transformers {transformers.__version__}\n"
+    )

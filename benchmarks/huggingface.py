@@ -1,0 +1,81 @@
+"""The peer: Hugging Face's GPT2LMHeadModel on PyTorch, in the shapes of `common.shape`."""
+
+import sys
+
+from common import Round, Shape, shape, timed
+
+VOCAB = 65
+
+
+def make_model(shape: Shape):
+    """GPT-2 of that shape, without dropout."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCAB,
+        n_positions=shape.model.context_length,
+        n_embd=shape.model.d_model,
+        n_layer=shape.model.n_layers,
+        n_head=shape.model.n_heads,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=None,
+        loss_type="ForCausalLMLoss",
+    )
+    return GPT2LMHeadModel(config)
+
+
+def make_train_round(shape: Shape, dtype: str, steps: int) -> Round:
+    """A training step with AdamW in its fused form, the one that Hugging Face's Trainer takes."""
+    import torch
+
+    model = make_model(shape).train()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1, fused=True
+    )
+    ids = torch.randint(0, VOCAB, (shape.batch_size, shape.model.context_length))
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return lambda: timed(step, steps)
+
+
+def make_sample_round(shape: Shape, batch_size: int, new_tokens: int, repeats: int) -> Round:
+    """`generate` with its cache, top-k 50."""
+    import torch
+
+    model = make_model(shape).eval()
+    prompt = torch.zeros((batch_size, 1), dtype=torch.long)
+
+    def sample():
+        made = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            do_sample=True,
+            top_k=50,
+            pad_token_id=0,
+        )
+        assert made.shape == (batch_size, 1 + new_tokens)
+
+    return lambda: timed(sample, repeats)
+
+
+if __name__ == "__main__":
+    # For startup.py: the first step, or the first tokens, of a process of its own.
+    kind = sys.argv[1]
+    if kind == "train":
+        make_train_round(shape("S", "gpt2"), "float32", 1)()
+    else:
+        make_sample_round(shape("S", "gpt2"), 1, 1, 1)()
+    print("done", flush=True)

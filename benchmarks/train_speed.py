@@ -1,0 +1,123 @@
+"""Training speed against Hugging Face's GPT-2: `python benchmarks/train_speed.py`.
+
+Same shape, batch, context and optimizer (AdamW); no dropout. Each contender has a process of its
+own, and they run by turns. Then the same with gptlite's default block.
+"""
+
+import argparse
+import dataclasses
+import statistics
+
+import huggingface
+from common import Contender, Round, Shape, by_turns, make_matmul, print_machine, print_table
+from common import shape as make_shape
+from common import spread, timed
+
+# Windows of one micro-batch: as many as a core's cache likes.
+MICRO_BATCH = {"S": 12, "M": 8}
+STEPS = {"S": 40, "M": 1}
+
+
+def make_round(shape: Shape, dtype: str, accumulation: int, steps: int) -> Round:
+    """gptlite's training step, in dispatches of `steps`."""
+    import equinox as eqx
+    import jax
+    import numpy as np
+
+    from gptlite.config import PRESETS
+    from gptlite.models.gpt import GPT
+    from gptlite.runtime import set_up_jax
+    from gptlite.training.loop import data_mesh
+    from gptlite.training.optimizer import make_optimizer
+    from gptlite.training.step import init_state, make_train_steps
+
+    preset = PRESETS["s"][1]
+    training = dataclasses.replace(
+        preset.training,
+        batch_size=shape.batch_size,
+        accumulation=accumulation,
+        compute_dtype=dtype,
+    )
+    set_up_jax(training.cpu_devices)
+    adamw = dataclasses.replace(preset.optimizer, clip_norm=None)
+    mesh = data_mesh(shape.batch_size // accumulation)
+    model = eqx.filter_jit(GPT)(shape.model, huggingface.VOCAB, key=jax.random.key(0))
+    optimizer = make_optimizer(adamw, 10_000, model, axis_name="data")
+    train_steps = make_train_steps(training, optimizer, mesh)
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    by_row = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "data"))
+    state = eqx.filter_shard(init_state(model, optimizer), everywhere)
+    rows = (steps, shape.batch_size, shape.model.context_length + 1)
+    windows = np.random.default_rng(0).integers(0, huggingface.VOCAB, rows, np.int32)
+    windows = jax.device_put(windows, by_row)
+
+    def dispatch():
+        nonlocal state
+        state, metrics = train_steps(state, windows, steps)
+        metrics.loss.block_until_ready()
+
+    return lambda: timed(dispatch, 1) / steps
+
+
+def flops_per_token(shape: Shape) -> float:
+    """Forward and backward: 6 a weight and 12 n_layers d_model context for attention (Chowdhery et
+    al., 2022, appendix B), which counts what the causal mask discards."""
+    model = shape.model
+    weights = model.n_layers * (4 * model.d_model**2 + 2 * model.d_model * model.d_hidden)
+    weights += huggingface.VOCAB * model.d_model
+    return 6 * weights + 12 * model.n_layers * model.d_model * model.context_length
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", nargs="+", default=["S", "M"], choices=["S", "M"])
+    dtypes = ["float32", "bfloat16"]
+    parser.add_argument("--dtypes", nargs="+", default=dtypes, choices=dtypes)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    print_machine()
+    for name in arguments.shapes:
+        for dtype in arguments.dtypes:
+            compare(name, dtype, arguments.rounds)
+
+
+def compare(name: str, dtype: str, rounds: int) -> None:
+    """One table: a shape in a number format."""
+    peer, limit = "Hugging Face", "matmul"
+    gpt2, default = make_shape(name, "gpt2"), make_shape(name, "default")
+    accumulation = gpt2.batch_size // MICRO_BATCH[name]
+    contenders = [
+        Contender(limit, make_matmul),
+        Contender(peer, huggingface.make_train_round, gpt2, dtype, STEPS[name]),
+        Contender("gptlite, GPT-2's block", make_round, gpt2, dtype, accumulation, STEPS[name]),
+        Contender("gptlite, default block", make_round, default, dtype, accumulation, STEPS[name]),
+    ]
+    seconds = by_turns(contenders, rounds)
+    peaks = {contender.name: contender.close() for contender in contenders}
+    limit_flops = 1 / statistics.median(seconds[limit])
+    rows = []
+    for contender in contenders[1:]:
+        of = default if "default" in contender.name else gpt2
+        times = seconds[contender.name]
+        flops = flops_per_token(of) * of.tokens / statistics.median(times)
+        ratios = [theirs / ours for theirs, ours in zip(seconds[peer], times, strict=True)]
+        rows.append(
+            [
+                contender.name,
+                spread([of.tokens / t for t in times]),
+                spread(ratios, ".2f"),
+                f"{flops / 1e9:.0f}",
+                f"{flops / limit_flops:.2f}",
+                f"{peaks[contender.name]:,.0f}",
+            ]
+        )
+    print(
+        f"{name}, {dtype}: batch {gpt2.batch_size} x {gpt2.model.context_length}, {rounds} rounds; "
+        f"float32 products here: {limit_flops / 1e9:.0f} GFLOP/s"
+    )
+    of_limit = "of float32 products"
+    print_table(["", "tokens/s", "times the peer", "GFLOP/s", of_limit, "peak MiB"], rows)
+
+
+if __name__ == "__main__":
+    main()
