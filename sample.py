@@ -19,8 +19,10 @@ def sample(arguments: SampleArguments) -> None:
     from gptlite.config import UserError
     from gptlite.generation.generate import stream
     from gptlite.generation.text import TextStream
+    from gptlite.runtime import set_up_jax
     from gptlite.training.run import find_run, load_run
 
+    set_up_jax()
     run = load_run(find_run(arguments.run), arguments.weights)
     prompt = read_prompt(arguments)
     if not prompt:

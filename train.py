@@ -27,8 +27,8 @@ def train(arguments: TrainArguments) -> None:
     from gptlite.config import SamplingConfig, UserError, resolve_corpus
     from gptlite.generation.generate import generate
     from gptlite.models.gpt import GPT
-    from gptlite.runtime import set_up_jax
     from gptlite.models.summary import count_parameters, summary
+    from gptlite.runtime import set_up_jax
     from gptlite.text.batches import split_corpus
     from gptlite.text.corpus import load_corpus
     from gptlite.text.tokenizer import decode, make_tokenizer

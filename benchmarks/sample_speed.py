@@ -8,9 +8,18 @@ import argparse
 import statistics
 
 import huggingface
-from common import Contender, Round, Shape, by_turns, make_memory, print_machine, print_table
+from common import (
+    Contender,
+    Round,
+    Shape,
+    by_turns,
+    make_memory,
+    print_machine,
+    print_table,
+    spread,
+    timed,
+)
 from common import shape as make_shape
-from common import spread, timed
 
 REPEATS = {"S": 20, "M": 4}
 

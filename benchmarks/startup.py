@@ -38,7 +38,9 @@ def first_step(folder: Path, caches: Path) -> float:
 
 def first_character(folder: Path, caches: Path) -> float:
     """Seconds until `sample.py` has written a character."""
-    return _to_first_byte([str(ROOT / "sample.py"), "--run", "s", "--prompt", "KING"], folder, caches)
+    return _to_first_byte(
+        [str(ROOT / "sample.py"), "--run", "s", "--prompt", "KING"], folder, caches
+    )
 
 
 def _to_first_byte(command: list[str], folder: Path, caches: Path) -> float:

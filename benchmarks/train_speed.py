@@ -9,9 +9,18 @@ import dataclasses
 import statistics
 
 import huggingface
-from common import Contender, Round, Shape, by_turns, make_matmul, print_machine, print_table
+from common import (
+    Contender,
+    Round,
+    Shape,
+    by_turns,
+    make_matmul,
+    print_machine,
+    print_table,
+    spread,
+    timed,
+)
 from common import shape as make_shape
-from common import spread, timed
 
 # Windows of one micro-batch: as many as a core's cache likes.
 MICRO_BATCH = {"S": 12, "M": 8}

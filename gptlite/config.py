@@ -207,8 +207,7 @@ class OptimizerConfig:
     """Adam's decay of the mean of squared gradients."""
 
     weight_decay: float = 0.0
-    """Decoupled weight decay, times the learning rate: with adamw on matrices and embeddings,
-    with muon on the matrices of the blocks."""
+    """Decoupled weight decay, times the learning rate, on matrices and embeddings."""
 
     clip_norm: float | None = None
     """Scale the gradient down to this global norm when it is larger. None: never."""

@@ -51,11 +51,13 @@ VARIANTS = {
     "sinusoidal": {"positions": "sinusoidal"},
     "no-positions": {"positions": "none"},
     "no-qk-norm": {"qk_norm": False},
+    "no-previous": {"embed_previous": 0},
     "scan": {"stack": "scan"},
     "gpt2": {
         "norm": "layer",
         "mlp": "gelu",
         "positions": "learned",
+        "embed_previous": 0,
         "qk_norm": False,
         "bias": True,
         "tied_head": True,

@@ -24,6 +24,10 @@ from gptlite.nn.cache import Cache
 TOKENS_PER_CALL = 32
 
 
+# A prompt is read in no fewer positions than these.
+SHORTEST_READ = 16
+
+
 class GenerationState(eqx.Module):
     """Between two tokens."""
 
@@ -67,8 +71,10 @@ def stream(
             f"The prompt must have 1 to {context} tokens (the model's context), got {length}."
         )
     config = SamplingConfig() if config is None else config
-    window = jnp.zeros((len(prompt), context), jnp.int32).at[:, :length].set(prompt)
-    state = _start(model, window, jnp.asarray(length))
+    # A power of two, so that prompts of all lengths share a few programs.
+    room = min(context, max(SHORTEST_READ, 1 << (length - 1).bit_length()))
+    padded = jnp.zeros((len(prompt), room), jnp.int32).at[:, :length].set(prompt)
+    state = _start(model, padded, jnp.asarray(length))
     left = max_new_tokens
     while left > 0:
         if length == context:
@@ -80,10 +86,8 @@ def stream(
 
 
 @eqx.filter_jit
-def _start(
-    model: GPT, window: Int[Array, "batch context"], length: Int[Array, ""]
-) -> GenerationState:
-    hidden, cache = _read(model, window, length)
+def _start(model: GPT, padded: Int[Array, "batch room"], length: Int[Array, ""]) -> GenerationState:
+    hidden, cache = _read(model, padded, length)
     last = lax.dynamic_slice_in_dim(hidden, length - 1, 1, axis=1)
     return GenerationState(cache, model.logits(last)[:, 0], jnp.zeros((), jnp.int32))
 
@@ -112,10 +116,14 @@ def _advance(
 
     model = model.unstacked()
 
+    # All random numbers at once: in the loop they took half the time of a small model.
+    made = state.made + jnp.arange(TOKENS_PER_CALL)
+    token_keys = jax.vmap(lambda key: jax.vmap(jax.random.fold_in, (None, 0))(key, made))(keys)
+    uniform = jax.vmap(jax.vmap(jax.random.uniform))(token_keys)
+
     def body(i, carry):
         state, tokens = carry
-        row_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, state.made)
-        token = sample(state.logits, config, row_keys)
+        token = sample(state.logits, config, uniform[:, i])
         return _append(model, state, token), tokens.at[:, i].set(token)
 
     tokens = jnp.zeros((len(keys), TOKENS_PER_CALL), jnp.int32)
@@ -128,9 +136,10 @@ def _append(model: GPT, state: GenerationState, token: Int[Array, " batch"]) -> 
 
 
 def _read(
-    model: GPT, window: Int[Array, "batch context"], length: Int[Array, ""]
-) -> tuple[Float[Array, "batch context d_model"], Cache]:
-    """Hidden states and cache of the first `length` tokens. The rest of the window is computed
-    too, so that one program serves all lengths; being later, it is seen by none of them."""
-    hidden, cache = model.extend(window, model.init_cache((len(window),)))
+    model: GPT, padded: Int[Array, "batch room"], length: Int[Array, ""]
+) -> tuple[Float[Array, "batch room d_model"], Cache]:
+    """Hidden states and cache of the first `length` ids. The rest are read too, so that one
+    program serves many lengths; being later, they are seen by none of the first, and written over
+    when their turn comes."""
+    hidden, cache = model.extend(padded, model.init_cache((len(padded),)))
     return hidden, Cache(cache.layers, cache.ids, length)

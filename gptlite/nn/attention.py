@@ -1,6 +1,7 @@
 """Causal attention: the one function that computes it, and the multi-head layer around it."""
 
 import math
+from collections.abc import Sequence
 
 import equinox as eqx
 import jax
@@ -53,14 +54,16 @@ def attend_plain(
     wide = wide_dtype(query.dtype)
     scores = product(query, key) / math.sqrt(query.shape[-1])
     scores = jnp.where(visible(query.shape[1], key.shape[1], offset), scores, jnp.finfo(wide).min)
-    # The sum divides the product with V rather than the weights: d_head numbers a query in place
-    # of one a key.
     weights = jnp.exp(scores - lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
     total = jnp.sum(weights, axis=-1, keepdims=True)
     if dropout is not None:
         weights = dropout(weights, key=dropout_key, inference=dropout_key is None)
-    out = product(weights.astype(value.dtype), jnp.swapaxes(value, -1, -2))
-    return (out / total).astype(value.dtype)
+    # The sum divides the product with V, d_head numbers a query in place of one a key. But for a
+    # single query, XLA's CPU compiler would divide anew for every output of the layer that follows.
+    single = query.shape[1] == 1
+    weights = (weights / total if single else weights).astype(value.dtype)
+    out = product(weights, jnp.swapaxes(value, -1, -2))
+    return (out if single else out / total).astype(value.dtype)
 
 
 def attend_fused(
@@ -148,13 +151,7 @@ class Attention(eqx.Module):
     ) -> tuple[Float[Array, "*batch seq d_model"], LayerCache | None]:
         """Without a cache, `x` is a whole sequence. With one, `x` follows the first `offset`
         positions of it, and it comes back with `x` added. `key` switches dropout on."""
-        # One product in place of three: XLA's CPU code is fastest on wide ones.
-        weight = jnp.concatenate([self.query.weight, self.key.weight, self.value.weight])
-        y = project(x, weight)
-        if self.query.bias is not None:
-            y = (y + jnp.concatenate([self.query.bias, self.key.bias, self.value.bias]))
-        y=y.astype(x.dtype)
-        q, k, v = (self._split_heads(z) for z in jnp.split(y, 3, axis=-1))
+        q, k, v = (self._split_heads(y) for y in self._project(x, cached=cache is not None))
         if self.qk_norm is not None:
             q, k = self.qk_norm(q), self.qk_norm(k)
         q, k = self.positions(q, offset), self.positions(k, offset)
@@ -164,6 +161,19 @@ class Attention(eqx.Module):
         dropout_key = key if self.dropout.p > 0 else None
         out = attend(q, k, v, offset, dropout=self.dropout, dropout_key=dropout_key)
         return self.output(self._merge_heads(out, x.shape)), cache
+
+    def _project(
+        self, x: Float[Array, "*batch seq d_model"], cached: bool
+    ) -> Sequence[Float[Array, "*batch seq d_model"]]:
+        layers = (self.query, self.key, self.value)
+        if cached:
+            return [layer(x) for layer in layers]
+        # Many tokens: one wide product is faster than three narrow ones. For a single one, to join
+        # the weights would cost more than the products.
+        y = project(x, jnp.concatenate([layer.weight for layer in layers]))
+        if self.query.bias is not None:
+            y = y + jnp.concatenate([layer.bias for layer in layers])
+        return jnp.split(y.astype(x.dtype), 3, axis=-1)
 
     def _split_heads(self, x: Float[Array, "*batch seq d_model"]) -> Rows:
         *batch, seq, d_model = x.shape

@@ -1,5 +1,6 @@
 """From the config to an optax optimizer."""
 
+import functools
 from collections.abc import Callable
 
 import equinox as eqx
@@ -13,6 +14,9 @@ from gptlite.config import OptimizerConfig
 from gptlite.models.gpt import GPT
 from gptlite.nn.stack import Stack
 from gptlite.training.muon import scale_by_orthogonalization
+
+# Jordan et al.'s.
+MUON_MOMENTUM = 0.95
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> Callable[[ArrayLike], Float[Array, ""]]:
@@ -42,8 +46,9 @@ def make_optimizer(
     """The optimizer of a run of `steps` steps on `model`'s parameters.
 
     muon: Jordan et al., 2024, on the matrices of the blocks; AdamW (Loshchilov and Hutter, 2019)
-    on what else there is. AdamW's weight decay falls on matrices and embeddings, not on gains and
-    biases; Muon's on its own matrices.
+    on what else there is. Weight decay falls on matrices and embeddings, not on gains and biases.
+    With `axis_name`, it is to run inside a `shard_map` over that axis, whose devices then share
+    Muon's work.
     """
     schedule = make_schedule(config, steps)
     params = eqx.filter(model, eqx.is_inexact_array)
@@ -58,24 +63,33 @@ def make_optimizer(
             mask=lambda _: decayed,
         )
     else:
-        matrices = jax.tree.map(
-            lambda p, stacked: "muon" if stacked and p.ndim == 3 else "adam", params, in_stack
+        kinds = jax.tree.map(
+            lambda p, stacked, decays: "muon" if stacked and p.ndim == 3 else f"decay {decays}",
+            params,
+            in_stack,
+            decayed,
+        )
+        adam = functools.partial(
+            optax.adamw,
+            lambda step: config.adam_learning_rate * schedule(step),
+            b1=config.beta1,
+            b2=config.beta2,
         )
         muon = optax.chain(
-            optax.trace(0.95, nesterov=True),
+            optax.trace(MUON_MOMENTUM, nesterov=True),
             scale_by_orthogonalization(axis_name),
             optax.add_decayed_weights(config.weight_decay),
             optax.scale_by_learning_rate(lambda step: config.learning_rate * schedule(step)),
         )
-        adam = optax.adamw(
-            lambda step: config.adam_learning_rate * schedule(step),
-            b1=config.beta1,
-            b2=config.beta2,
-            weight_decay=config.weight_decay,
-            mask=lambda params: jax.tree.map(lambda p: p.ndim >= 2, params),
+        optimizer = optax.partition(
+            {
+                "muon": muon,
+                "decay True": adam(weight_decay=config.weight_decay),
+                "decay False": adam(weight_decay=0.0),
+            },
+            # A function, because optax would call the tree: it is a GPT, and those are callable.
+            lambda _: kinds,
         )
-        # A function, because optax would call the tree: it is a GPT, and those are callable.
-        optimizer = optax.partition({"muon": muon, "adam": adam}, lambda _: matrices)
     if config.clip_norm is not None:
         optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
     return optimizer

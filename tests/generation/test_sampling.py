@@ -46,19 +46,27 @@ def test_filters_keep_exactly_what_the_reference_keeps(logits, temperature, top_
 
 def test_draws_follow_the_filtered_distribution():
     logits = jnp.log(jnp.array([[0.1, 0.4, 0.05, 0.3, 0.15]]))
-    keys = jax.random.split(jax.random.key(0), 20_000)
-    drawn = jax.vmap(lambda key: sample(logits, SamplingConfig(top_k=3), key[None])[0])(keys)
+    uniform = jax.random.uniform(jax.random.key(0), (20_000,))
+    drawn = sample(jnp.tile(logits, (20_000, 1)), SamplingConfig(top_k=3), uniform)
     share = np.bincount(drawn, minlength=5) / 20_000
     # Four standard errors of a share near 0.4.
     np.testing.assert_allclose(share, np.array([0, 0.4, 0, 0.3, 0.15]) / 0.85, atol=0.014)
 
 
+@pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.2}])
+def test_the_ends_of_the_unit_interval_draw_nothing_excluded(filters):
+    """The first and the last number that a uniform draw can give."""
+    logits = jnp.log(jnp.array([[0.001, 0.4, 0.049, 0.3, 0.249, 0.001]] * 2))
+    drawn = sample(logits, SamplingConfig(**filters), jnp.array([0.0, 1 - 2.0**-24]))
+    assert set(drawn.tolist()) <= {1, 3, 4}
+
+
 def test_greedy_is_the_most_probable_token():
     logits = jax.random.normal(jax.random.key(0), (6, 9))
-    keys = jax.random.split(jax.random.key(1), 6)
-    greedy = sample(logits, SamplingConfig(greedy=True), keys)
+    uniform = jax.random.uniform(jax.random.key(1), (6,))
+    greedy = sample(logits, SamplingConfig(greedy=True), uniform)
     np.testing.assert_array_equal(greedy, logits.argmax(-1))
-    np.testing.assert_array_equal(greedy, sample(logits, SamplingConfig(top_k=1), keys))
+    np.testing.assert_array_equal(greedy, sample(logits, SamplingConfig(top_k=1), uniform))
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,7 @@ def test_linear_draws_the_standard_deviation_asked_for():
 def test_embedding_takes_rows():
     table = Embedding(6, 3, std=1.0, key=KEY)
     np.testing.assert_array_equal(table(jnp.array([[5, 0], [2, 2]]))[1, 0], table.weight[2])
+    np.testing.assert_array_equal(table(jnp.array([-1, 2])), [[0, 0, 0], table.weight[2]])
 
 
 def test_rms_norm_is_equinoxs():

@@ -69,8 +69,6 @@ def test_weight_decay_falls_on_matrices_only(name):
     params, updates = one_update(config)
     decayed = {name for name, update in updates.items() if np.any(update)}
     matrices = {key for key in params if key.endswith(".weight") and "norm" not in key}
-    if name == "muon":
-        matrices = {key for key in matrices if key.startswith("stack.")}
     assert decayed == matrices
     for key in decayed:
         np.testing.assert_allclose(updates[key], -0.1 * 0.5 * params[key], rtol=1e-5)
@@ -87,16 +85,15 @@ def test_muon_orthogonalises_each_layers_matrices_and_leaves_the_rest_to_adam():
     for key, update in updates.items():
         if key.startswith("stack.") and params[key].ndim == 3:
             d_out, d_in = update.shape[1:]
-            for layer in np.asarray(update) / 0.1 / max(1, d_out / d_in) ** 0.5:
+            for layer in np.asarray(update) / 0.1 / (max(d_out, d_in) / min(d_out, d_in)) ** 0.5:
                 singular = np.linalg.svd(layer, compute_uv=False)
                 # Newton-Schulz's five quintic steps bring singular values to 0.7 to 1.2 for a
                 # random matrix (all but its very smallest).
                 assert 0.3 < np.median(singular) < 1.25
                 assert singular.max() < 1.35
         else:
-            # Adam's first step is the sign of the gradient, up to 1.9 of it with Nesterov.
-            assert np.abs(update).min() > 0.9 * 0.003
-            assert np.abs(update).max() < 2.0 * 0.003
+            # Adam's first step is the sign of the gradient.
+            np.testing.assert_allclose(np.abs(update), 0.003, rtol=1e-3)
 
 
 def test_clipping_scales_the_whole_gradient():

@@ -9,6 +9,7 @@ from conftest import TINY, VOCAB, tiny_model
 
 from gptlite.config import OptimizerConfig, TrainingConfig
 from gptlite.models.gpt import GPT
+from gptlite.training.loop import data_mesh
 from gptlite.training.loss import window_losses
 from gptlite.training.optimizer import make_optimizer
 from gptlite.training.step import init_state, loss_and_grads, make_train_steps
@@ -74,7 +75,7 @@ def test_gradients_agree_with_finite_differences_in_float64(variant):
 def test_steps_in_one_dispatch_are_steps_one_by_one():
     model = tiny_model()
     optimizer = make_optimizer(OptimizerConfig(), 10, model)
-    train_steps = make_train_steps(TRAINING, optimizer)
+    train_steps = make_train_steps(TRAINING, optimizer, data_mesh(4))
     together, metrics = train_steps(init_state(copied(model), optimizer), BATCHES.copy(), 5)
     apart, losses = init_state(copied(model), optimizer), []
     for i in range(5):
@@ -88,7 +89,7 @@ def test_steps_in_one_dispatch_are_steps_one_by_one():
 def test_a_dispatch_of_no_steps_changes_nothing():
     model = tiny_model()
     optimizer = make_optimizer(OptimizerConfig(), 10, model)
-    state, _ = make_train_steps(TRAINING, optimizer)(
+    state, _ = make_train_steps(TRAINING, optimizer, data_mesh(4))(
         init_state(copied(model), optimizer), BATCHES.copy(), 0
     )
     assert int(state.step) == 0
@@ -113,7 +114,7 @@ def test_a_model_overfits_one_batch(name):
     model = eqx.filter_jit(GPT)(TINY, VOCAB, key=jax.random.key(0))
     config = OptimizerConfig(name=name, learning_rate=0.02, schedule="linear")
     optimizer = make_optimizer(config, 300, model)
-    train_steps = make_train_steps(TRAINING, optimizer)
+    train_steps = make_train_steps(TRAINING, optimizer, data_mesh(4))
     state = init_state(model, optimizer)
     batches = jnp.broadcast_to(BATCHES[:1, :2], (50, 2, TINY.context_length + 1))
     losses = []

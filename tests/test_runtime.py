@@ -1,0 +1,39 @@
+import json
+import os
+import subprocess
+import sys
+
+from conftest import ROOT
+
+PROGRAM = """
+import json
+import jax
+from gptlite.runtime import set_up_jax
+set_up_jax(cpu_devices=3)
+print(json.dumps([jax.config.jax_compilation_cache_dir, jax.device_count()]))
+"""
+
+
+def settings(**environment):
+    names = ("JAX_COMPILATION_CACHE_DIR", "JAX_NUM_CPU_DEVICES", "XDG_CACHE_HOME")
+    clean = {name: value for name, value in os.environ.items() if name not in names}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        cwd=ROOT,
+        env=clean | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
+def test_programs_are_kept_in_the_users_cache_folder(tmp_path):
+    cache, devices = settings(XDG_CACHE_HOME=str(tmp_path))
+    assert cache == str(tmp_path / "gptlite" / "xla")
+    assert devices == 3
+
+
+def test_jaxs_own_environment_variables_go_first(tmp_path):
+    found = settings(JAX_COMPILATION_CACHE_DIR=str(tmp_path), JAX_NUM_CPU_DEVICES="2")
+    assert found == [str(tmp_path), 2]
