@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import tempfile
 from pathlib import Path
 
 import equinox as eqx
@@ -22,6 +23,15 @@ if (SHARED / "tiktoken_cache").is_dir():
 # The tests compile much and run little. Only the code generator's effort: the mathematics is the
 # same. (Read by JAX when it first computes, so it may stand below the imports.)
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
+# Two devices, for this process and the commands that it starts, so that every test of training is
+# one of sharing the work too.
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
+jax.config.update("jax_num_cpu_devices", int(os.environ["JAX_NUM_CPU_DEVICES"]))
+
+# Compiled programs are shared by these processes, and not kept.
+COMPILED = tempfile.TemporaryDirectory(prefix="gptlite-tests-")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", COMPILED.name)
 
 # Compiling takes what time it takes; and the same examples every time.
 settings.register_profile("gptlite", deadline=None, derandomize=True)

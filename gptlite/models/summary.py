@@ -97,8 +97,13 @@ def _modules(model: GPT) -> list[tuple[str, int, Any, str]]:
 
     watched = jax.tree_util.tree_map_with_path(watch, model, is_leaf=_holds_arrays)
     ids = jax.ShapeDtypeStruct((model.config.context_length,), jnp.int32)
-    logits = eqx.filter_eval_shape(lambda model, ids: model(ids), watched, ids)
-    shapes["head"] = _shape(logits)
+
+    def read(watched, ids):
+        # With a cache, because there query, key and value are layers of their own.
+        hidden, _ = watched.extend(ids, model.init_cache())
+        return watched.logits(hidden)
+
+    shapes["head"] = _shape(eqx.filter_eval_shape(read, watched, ids))
     layers = model.config.n_layers
     return [
         (name, layers if name.startswith("stack.") else 1, node, shapes.get(name, "-"))

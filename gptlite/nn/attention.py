@@ -171,8 +171,9 @@ class Attention(eqx.Module):
         # Many tokens: one wide product is faster than three narrow ones. For a single one, to join
         # the weights would cost more than the products.
         y = project(x, jnp.concatenate([layer.weight for layer in layers]))
-        if self.query.bias is not None:
-            y = y + jnp.concatenate([layer.bias for layer in layers])
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        if biases:
+            y = y + jnp.concatenate(biases)
         return jnp.split(y.astype(x.dtype), 3, axis=-1)
 
     def _split_heads(self, x: Float[Array, "*batch seq d_model"]) -> Rows:

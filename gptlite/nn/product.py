@@ -41,7 +41,7 @@ def _row_major(x: Float[Array, "*axes"]) -> Float[Array, "*axes"]:
 
 
 def _forward(a, b):
-    return product(a, b), (a, b)
+    return _multiply(a, jnp.swapaxes(b, -1, -2)), (a, b)
 
 
 def _backward(factors, grad):

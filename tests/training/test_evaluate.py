@@ -28,7 +28,7 @@ def test_it_is_the_mean_over_every_token(tokens, monkeypatch):
         )
         losses += cross_entropy(logits[: len(window) - 1], jnp.asarray(window[1:])).tolist()
     assert len(losses) == tokens - 1
-    value = Evaluation(ids, TINY.context_length, data_mesh(1))(model)
+    value = Evaluation(ids, TINY.context_length, data_mesh(2))(model)
     # A mean of up to 99 float32 losses, summed in another order.
     np.testing.assert_allclose(value, np.mean(losses), rtol=1e-5)
 

@@ -40,6 +40,8 @@ def test_names_and_layouts_are_those_of_the_readme():
     arrays = safetensors.numpy.load(weights_to_bytes(MODEL))
     assert {name: array.shape for name, array in arrays.items()} == {
         "embedding.weight": (TOKENIZER.vocab_size, 16),
+        "previous.0.weight": (TOKENIZER.vocab_size, 16),
+        "previous.1.weight": (TOKENIZER.vocab_size, 16),
         "stack.blocks.attention_norm.weight": (2, 16),
         "stack.blocks.attention.query.weight": (2, 16, 16),
         "stack.blocks.attention.key.weight": (2, 16, 16),

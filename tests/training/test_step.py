@@ -14,7 +14,7 @@ from gptlite.training.loss import window_losses
 from gptlite.training.optimizer import make_optimizer
 from gptlite.training.step import init_state, loss_and_grads, make_train_steps
 
-TRAINING = TrainingConfig(steps=10, batch_size=4, steps_per_dispatch=5)
+TRAINING = TrainingConfig(steps=10, batch_size=4, steps_per_dispatch=5, compute_dtype="float32")
 BATCHES = jax.random.randint(jax.random.key(5), (5, 4, TINY.context_length + 1), 0, VOCAB)
 grads_of = eqx.filter_jit(loss_and_grads)
 
