@@ -79,7 +79,7 @@ class ModelConfig:
     n_layers: int = 3
     """Blocks in the stack."""
 
-    n_heads: int = 4
+    n_heads: int = 2
     """Attention heads; must divide d_model."""
 
     d_model: int = 128
@@ -89,7 +89,7 @@ class ModelConfig:
     """Width inside the MLP. None: 4 d_model, or for swiglu, which has a third matrix, 8/3 d_model
     rounded up to a multiple of 8."""
 
-    context_length: int = 128
+    context_length: int = 256
     """Tokens that the model sees at once, in training and in generation."""
 
     norm: NormName = "rms"
@@ -238,10 +238,10 @@ class OptimizerConfig:
 class TrainingConfig:
     """How long, in what portions, and how often to look."""
 
-    steps: int = 960
+    steps: int = 1200
     """Optimizer steps."""
 
-    batch_size: int = 16
+    batch_size: int = 8
     """Windows of context_length tokens in one step."""
 
     accumulation: int = 1
@@ -264,7 +264,7 @@ class TrainingConfig:
     steps_per_dispatch: int = 20
     """Steps inside one compiled call; metrics are written once a call."""
 
-    eval_every: int = 320
+    eval_every: int = 400
     """Evaluate (and sample a few lines) every so many steps, and at the end."""
 
     sample_tokens: int = 128
@@ -370,12 +370,12 @@ _S = dataclasses.replace(
 _M = dataclasses.replace(_S, n_layers=6, n_heads=6, d_model=384, context_length=256)
 
 PRESETS: dict[str, tuple[str, Config]] = {
-    "quick": ("the default: a few minutes on two CPU cores", Config()),
+    "quick": ("the default: a minute or two on two CPU cores", Config(model=ModelConfig(d_ff=256))),
     "laptop": (
-        "a deeper model with a longer context, for a few minutes longer",
+        "twice as deep, for a few minutes",
         Config(
-            model=ModelConfig(n_layers=4, context_length=256),
-            training=TrainingConfig(steps=2000, batch_size=8, eval_every=500),
+            model=ModelConfig(n_layers=6, d_ff=256),
+            training=TrainingConfig(steps=1800, eval_every=600),
         ),
     ),
     "gpu": (
