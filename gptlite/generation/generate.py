@@ -62,6 +62,9 @@ def stream(
 ) -> Iterator[Int[Array, "batch chunk"]]:
     """`generate`, a few tokens at a time.
 
+    The model's layers are taken apart first, which costs as much as some forty tokens of a small
+    model. Who calls this many times hands it `model.unstacked()`.
+
     **Raises:** `UserError` if the prompt is empty or longer than the context.
     """
     context = model.config.context_length
@@ -74,6 +77,7 @@ def stream(
     # A power of two, so that prompts of all lengths share a few programs.
     room = min(context, max(SHORTEST_READ, 1 << (length - 1).bit_length()))
     padded = jnp.zeros((len(prompt), room), jnp.int32).at[:, :length].set(prompt)
+    model = model.unstacked()
     state = _start(model, padded, jnp.asarray(length))
     left = max_new_tokens
     while left > 0:
@@ -113,8 +117,6 @@ def _advance(
 ) -> tuple[GenerationState, Int[Array, "batch new"]]:
     """`count` tokens, no more than `TOKENS_PER_CALL` and the room in the context; the rest of the
     result is 0."""
-
-    model = model.unstacked()
 
     # All random numbers at once: in the loop they took half the time of a small model.
     made = state.made + jnp.arange(TOKENS_PER_CALL)

@@ -143,7 +143,9 @@ class GPT(eqx.Module):
         apart inside one, they would be copied at every turn."""
         if isinstance(self.stack, Layers) or self.stack.scan:
             return self
-        return eqx.tree_at(lambda model: model.stack, self, self.stack.unstack())
+        return eqx.tree_at(
+            lambda model: model.stack, self, eqx.filter_jit(Stack.unstack)(self.stack)
+        )
 
     def init_cache(self, batch: tuple[int, ...] = ()) -> Cache:
         """An empty key/value cache for `context_length` tokens with the leading axes `batch`."""

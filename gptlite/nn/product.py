@@ -18,30 +18,44 @@ def product(
     memory of what is multiplied decides the speed on a CPU: see `_row_major`, and `_backward` for
     which factor is turned.
     """
-    return _multiply(a, jnp.swapaxes(b, -1, -2))
+    return _multiply_turned(a, b)
+
+
+def _multiply_turned(
+    a: Float[Array, "*batch m k"], b: Float[Array, "*batch n k"]
+) -> Float[Array, "*batch m n"]:
+    if _wants_row_major(a):
+        return _multiply(a, jnp.swapaxes(b, -1, -2))
+    # One operation, no swapped axes: for a single row, XLA's CPU compiler would fetch the swapped
+    # factor element by element.
+    batch = tuple(range(a.ndim - 2))
+    dimensions = ((a.ndim - 1,), (a.ndim - 1,)), (batch, batch)
+    return lax.dot_general(a, b, dimensions, preferred_element_type=wide_dtype(a.dtype))
 
 
 def _multiply(
     a: Float[Array, "*batch m k"], b: Float[Array, "*batch k n"]
 ) -> Float[Array, "*batch m n"]:
-    a, b = _row_major(a), _row_major(b)
+    if _wants_row_major(a):
+        a, b = _row_major(a), _row_major(b)
     return jnp.matmul(a, b, preferred_element_type=wide_dtype(a.dtype))
 
 
-def _row_major(x: Float[Array, "*axes"]) -> Float[Array, "*axes"]:
-    """`x`, really stored in the order of its axes.
+def _wants_row_major(x: Float[Array, "*axes"]) -> bool:
+    """XLA's CPU compiler multiplies bfloat16 numbers at twice float32's speed if it finds both
+    factors in the order of their axes, and else as float32 numbers. (Elsewhere, and in float32, to
+    bring them into order would be a wasted copy.)"""
+    return jax.default_backend() == "cpu" and x.dtype == jnp.bfloat16
 
-    XLA's CPU compiler multiplies bfloat16 numbers at twice float32's speed if it finds both
-    factors so, and else as float32 numbers. A flat array has only one order, and the barrier keeps
-    the compiler from seeing through it. (Elsewhere, and in float32, it would be a wasted copy.)
-    """
-    if jax.default_backend() != "cpu" or x.dtype != jnp.bfloat16:
-        return x
+
+def _row_major(x: Float[Array, "*axes"]) -> Float[Array, "*axes"]:
+    """`x`, really stored in the order of its axes: a flat array has only one, and the barrier
+    keeps the compiler from seeing through it."""
     return lax.optimization_barrier(x.reshape(-1)).reshape(x.shape)
 
 
 def _forward(a, b):
-    return _multiply(a, jnp.swapaxes(b, -1, -2)), (a, b)
+    return _multiply_turned(a, b), (a, b)
 
 
 def _backward(factors, grad):
