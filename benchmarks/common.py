@@ -5,14 +5,15 @@ import dataclasses
 import multiprocessing
 import os
 import platform
-import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from gptlite.config import PRESETS, ModelConfig
+if TYPE_CHECKING:
+    from gptlite.config import ModelConfig
 
 # One round of work, as `seconds = round()`.
 Round = Callable[[], float]
@@ -23,7 +24,7 @@ MakeRound = Callable[..., Round]
 class Shape:
     """One of the two shapes that all speeds are told for."""
 
-    model: ModelConfig
+    model: "ModelConfig"
     batch_size: int
 
     @property
@@ -32,9 +33,12 @@ class Shape:
         return self.batch_size * self.model.context_length
 
 
-def shape(name: str, block: str) -> Shape:
+def make_shape(name: str, block: str) -> Shape:
     """`name`: S (nanoGPT's recipe for a CPU) or M (for a GPU). `block`: `gpt2`, with the biases
     that Hugging Face's has and no dropout; `default`, gptlite's own."""
+    # Here, because startup.py's peer must not wait for it.
+    from gptlite.config import PRESETS, ModelConfig
+
     config = PRESETS[name.lower()][1]
     model = dataclasses.replace(config.model, bias=True, dropout=0.0, attention_dropout=0.0)
     if block == "default":
@@ -79,7 +83,10 @@ def _serve(pipe: Connection, make: MakeRound, args: tuple[Any, ...]) -> None:
     pipe.send("ready")
     while pipe.recv() == "round":
         pipe.send(work())
-    pipe.send(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    # Not getrusage, whose peak begins with that of the process that started this one.
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    (peak,) = (line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))
+    pipe.send(int(peak) / 1024)
 
 
 def by_turns(contenders: Sequence[Contender], rounds: int) -> dict[str, list[float]]:

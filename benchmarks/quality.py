@@ -1,8 +1,9 @@
-"""Validation loss of a preset over seeds, and the time it takes, start to finish:
-`python benchmarks/quality.py PRESET --seeds 0 1 2`. What follows `--` goes to train.py as it is."""
+"""Validation loss of a preset over seeds, and the time it takes, start to finish, nothing compiled
+before: `python benchmarks/quality.py PRESET --seeds 0 1 2`. What follows `--` goes to train.py."""
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -16,30 +17,44 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("preset")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("train_arguments", nargs="*", help="after --, for train.py")
-    arguments = parser.parse_args()
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    parser = argparse.ArgumentParser(
+        description=__doc__, usage="%(prog)s [-h] PRESET [--seeds N ...] [-- OPTIONS OF train.py]"
+    )
+    parser.add_argument("preset", metavar="PRESET")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N")
+    arguments = parser.parse_args(sys.argv[1:end])
     rows, losses, times = [], [], []
     for seed in arguments.seeds:
-        with tempfile.TemporaryDirectory() as name:
-            run = f"quality-{Path(name).name}"
-            command = [sys.executable, "train.py", arguments.preset, "--run", run]
-            command += ["--training.seed", str(seed), *arguments.train_arguments]
-            start = time.perf_counter()
-            subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-            times.append(time.perf_counter() - start)
-        result = json.loads((ROOT / "runs" / run / "result.json").read_text(encoding="utf-8"))
+        more = ("--training.seed", str(seed), *sys.argv[end + 1 :])
+        result, seconds = train(arguments.preset, *more)
         losses.append(result["final_val_loss"])
+        times.append(seconds)
         speed = f"{result['tokens_per_second']:,.0f}"
-        rows.append([str(seed), f"{losses[-1]:.4f}", f"{times[-1]:.0f}", speed])
-        print(f"seed {seed}: {losses[-1]:.4f} in {times[-1]:.0f} s", flush=True)
-    mean = statistics.fmean(losses)
+        rows.append([str(seed), f"{losses[-1]:.4f}", f"{seconds:.0f}", speed])
+        print(f"seed {seed}: {losses[-1]:.4f} in {seconds:.0f} s", flush=True)
     deviation = statistics.stdev(losses) if len(losses) > 1 else 0.0
-    rows.append(["mean", f"{mean:.4f} ± {deviation:.4f}", f"{statistics.fmean(times):.0f}", ""])
+    mean = f"{statistics.fmean(losses):.4f} ± {deviation:.4f}"
+    rows.append(["mean", mean, f"{statistics.fmean(times):.0f}", ""])
     print()
     print_table(["seed", "final validation loss", "seconds, whole process", "tokens/s"], rows)
+
+
+def train(*options: str) -> tuple[dict, float]:
+    """A run's result, and the seconds it took."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        start = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "train.py"), *options, "--run", "quality"],
+            cwd=folder,
+            env=os.environ | {"JAX_COMPILATION_CACHE_DIR": str(folder / "caches")},
+            stdout=subprocess.DEVNULL,
+        )
+        seconds = time.perf_counter() - start
+        if done.returncode:
+            sys.exit(f"train.py {' '.join(options)} failed")
+        return json.loads((folder / "runs" / "quality" / "result.json").read_text()), seconds
 
 
 if __name__ == "__main__":

@@ -14,12 +14,12 @@ from common import (
     Shape,
     by_turns,
     make_memory,
+    make_shape,
     print_machine,
     print_table,
     spread,
     timed,
 )
-from common import shape as make_shape
 
 REPEATS = {"S": 20, "M": 4}
 
