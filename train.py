@@ -4,6 +4,7 @@ The story of a run: text, tokens, model, training, and what is kept of it.
 """
 
 import functools
+import math
 import shlex
 import sys
 import time
@@ -46,7 +47,8 @@ def train(arguments: TrainArguments) -> None:
     if not arguments.summary:
         check_free(RUNS_FOLDER / name, overwrite=arguments.overwrite)
 
-    set_up_jax(training.cpu_devices)
+    # No more devices than can share a batch evenly.
+    set_up_jax(math.gcd(training.cpu_devices, training.batch_size // training.accumulation))
 
     # Text to tokens.
     corpus = load_corpus(arguments.config.data.corpus)
@@ -66,15 +68,14 @@ def train(arguments: TrainArguments) -> None:
         config.model,
         tokenizer.vocab_size,
         padded_vocab_size=tokenizer.padded_vocab_size,
-        key=model_key,
     )
     if arguments.summary:
-        skeleton = eqx.filter_eval_shape(make_model)
+        skeleton = eqx.filter_eval_shape(make_model, key=model_key)
         print(summary(skeleton, batch_size=training.batch_size // training.accumulation))
         return
     # Run once: at the lowest level it is compiled in half the time.
     once = {"xla_backend_optimization_level": 0}
-    model = eqx.filter_jit(make_model, compiler_options=once)()
+    model = eqx.filter_jit(make_model, compiler_options=once)(key=model_key)
     parameters = count_parameters(model)
 
     # Training.

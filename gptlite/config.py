@@ -253,13 +253,13 @@ class TrainingConfig:
 
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Number format of activations and matrix products; parameters, norms, softmax, loss and
-    optimizer stay in float32, and so do evaluation and sampling. bfloat16 pays on hardware that
-    has it."""
+    optimizer stay in float32, and so do evaluation and sampling. On a CPU without bfloat16
+    instructions (AVX512-BF16, AMX), float32 is faster."""
 
     cpu_devices: int = 2
-    """Without a GPU: how many devices to make of the CPU, each with its own rows of a batch. Two
-    keep two cores busier than one that spreads each operation over both. The environment variable
-    JAX_NUM_CPU_DEVICES goes before this."""
+    """Without a GPU: how many devices train.py makes of the CPU, each with its own rows of a batch
+    (fewer where they could not share it evenly). Two keep two cores busier than one that spreads
+    each operation over both. The environment variable JAX_NUM_CPU_DEVICES overrides this."""
 
     steps_per_dispatch: int = 20
     """Steps inside one compiled call; metrics are written once a call."""
@@ -271,7 +271,8 @@ class TrainingConfig:
     """Length of the text sampled at each evaluation; 0 for none."""
 
     seed: int = 0
-    """The run is a pure function of the config, this seed included."""
+    """The run is a pure function of the config, this seed included, and of the number of devices
+    (which decides the order of sums, and what dropout drops)."""
 
     def __post_init__(self):
         require_types("training.", self)
@@ -434,6 +435,8 @@ def load_config(path: Path) -> Config:
     """
     try:
         sections: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+        # Runs from before there was this knob.
+        sections["model"].setdefault("embed_previous", 0)
         return Config(
             data=DataConfig(**sections["data"]),
             model=ModelConfig(**sections["model"]),

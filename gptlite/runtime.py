@@ -8,7 +8,8 @@ def set_up_jax(cpu_devices: int = 1) -> None:
     """Keep compiled programs in the user's cache folder, so that the second start compiles nothing;
     and make `cpu_devices` devices of the CPU.
 
-    JAX's own environment variables, JAX_COMPILATION_CACHE_DIR and JAX_NUM_CPU_DEVICES, go first.
+    JAX's own environment variables, JAX_COMPILATION_CACHE_DIR and JAX_NUM_CPU_DEVICES, take
+    precedence.
     """
     import jax
 
@@ -17,6 +18,5 @@ def set_up_jax(cpu_devices: int = 1) -> None:
         jax.config.update("jax_compilation_cache_dir", str(caches / "gptlite" / "xla"))
     # JAX's own bounds leave out what compiles in under a second; a run has several such programs.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     if "JAX_NUM_CPU_DEVICES" not in os.environ:
         jax.config.update("jax_num_cpu_devices", cpu_devices)

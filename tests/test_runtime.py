@@ -10,6 +10,7 @@ import json
 import jax
 from gptlite.runtime import set_up_jax
 set_up_jax(cpu_devices=3)
+jax.jit(lambda x: jax.numpy.linalg.inv(jax.numpy.sort(x) @ x))(jax.numpy.eye(8))
 print(json.dumps([jax.config.jax_compilation_cache_dir, jax.device_count()]))
 """
 
@@ -32,6 +33,7 @@ def test_programs_are_kept_in_the_users_cache_folder(tmp_path):
     cache, devices = settings(XDG_CACHE_HOME=str(tmp_path))
     assert cache == str(tmp_path / "gptlite" / "xla")
     assert devices == 3
+    assert list((tmp_path / "gptlite" / "xla").iterdir())
 
 
 def test_jaxs_own_environment_variables_go_first(tmp_path):

@@ -60,6 +60,15 @@ def place(tmp_path_factory) -> Path:
     return path
 
 
+def test_a_batch_of_one_window_trains_on_one_device(tmp_path, monkeypatch):
+    (tmp_path / "rhyme.txt").write_text(TEXT, encoding="utf-8")
+    words = [*TINY, "--training.batch-size", "1", "--training.steps", "2", "--run", "one"]
+    monkeypatch.delenv("JAX_NUM_CPU_DEVICES")
+    done = command("train.py", "--data.corpus", "rhyme.txt", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "on 1 cpu device(s)" in done.stdout
+
+
 def test_training_leaves_all_that_it_should(place):
     run = place / "runs" / "one"
     assert {path.name for path in run.iterdir()} == {

@@ -63,7 +63,7 @@ def stream(
     """`generate`, a few tokens at a time.
 
     The model's layers are taken apart first, which costs as much as some forty tokens of a small
-    model. Who calls this many times hands it `model.unstacked()`.
+    model. To call this often, pass `model.unstacked()`.
 
     **Raises:** `UserError` if the prompt is empty or longer than the context.
     """

@@ -46,5 +46,7 @@ def sample(
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     kept, ids = candidates(logits, config)
     total = jnp.cumsum(jnp.exp(kept), axis=-1)
-    choice = jnp.argmax(total > uniform[:, None] * total[:, -1:], axis=-1)
+    # Rounding may let a sum grow where an excluded token adds nothing.
+    reached = (total > uniform[:, None] * total[:, -1:]) & jnp.isfinite(kept)
+    choice = jnp.argmax(reached, axis=-1)
     return jnp.take_along_axis(ids, choice[:, None], axis=-1)[:, 0].astype(jnp.int32)

@@ -101,6 +101,7 @@ class GPT(eqx.Module):
         They must fit: `cache.length + seq` may not exceed the context length.
         """
         back = len(self.previous)
+        ids = ids.astype(cache.ids.dtype)
         before = lax.dynamic_slice_in_dim(cache.ids, cache.length, back, axis=-1)
         hidden, layers = self._run(ids, before, cache.layers, cache.length, None)
         all_ids = lax.dynamic_update_slice_in_dim(cache.ids, ids, cache.length + back, axis=-1)
@@ -139,8 +140,8 @@ class GPT(eqx.Module):
         return self.logits(self.hidden(ids, key=key))
 
     def unstacked(self) -> "GPT":
-        """The same model with its layers apart, unless they are to be scanned. For loops: taken
-        apart inside one, they would be copied at every turn."""
+        """The same model with its layers apart, in memory of their own, unless they are to be
+        scanned. For loops: taken apart inside one, they would be copied at every turn."""
         if isinstance(self.stack, Layers) or self.stack.scan:
             return self
         return eqx.tree_at(

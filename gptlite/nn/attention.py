@@ -166,12 +166,13 @@ class Attention(eqx.Module):
         self, x: Float[Array, "*batch seq d_model"], cached: bool
     ) -> Sequence[Float[Array, "*batch seq d_model"]]:
         layers = (self.query, self.key, self.value)
-        if cached:
-            return [layer(x) for layer in layers]
-        # Many tokens: one wide product is faster than three narrow ones. For a single one, to join
-        # the weights would cost more than the products.
-        y = project(x, jnp.concatenate([layer.weight for layer in layers]))
         biases = [layer.bias for layer in layers if layer.bias is not None]
+        alike = all(type(layer) is Linear for layer in layers) and len(biases) in (0, 3)
+        # One wide product is faster than three narrow ones, but with a cache, where there may be
+        # but a single token, to join the weights would cost more than the products.
+        if cached or not alike:
+            return [layer(x) for layer in layers]
+        y = project(x, jnp.concatenate([layer.weight for layer in layers]))
         if biases:
             y = y + jnp.concatenate(biases)
         return jnp.split(y.astype(x.dtype), 3, axis=-1)

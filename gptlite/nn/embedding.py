@@ -13,8 +13,9 @@ class Embedding(eqx.Module):
     weight: Float[Array, "vocab d"]
 
     def __init__(self, vocab_size: int, d: int, *, std: float, key: PRNGKeyArray):
-        """`std`: standard deviation of the normal that the weight is drawn from."""
-        self.weight = std * jax.random.normal(key, (vocab_size, d))
+        """`std`: standard deviation of the normal that the weight is drawn from (0 for zeros)."""
+        shape = (vocab_size, d)
+        self.weight = std * jax.random.normal(key, shape) if std else jnp.zeros(shape)
 
     def __call__(self, ids: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
         return jnp.where(ids[..., None] >= 0, self.weight[ids], 0)

@@ -23,7 +23,8 @@ class Linear(eqx.Module):
 
     def __init__(self, d_in: int, d_out: int, *, std: float, bias: bool = False, key: PRNGKeyArray):
         """`std`: standard deviation of the normal that the weight is drawn from (0 for zeros)."""
-        self.weight = std * jax.random.normal(key, (d_out, d_in))
+        shape = (d_out, d_in)
+        self.weight = std * jax.random.normal(key, shape) if std else jnp.zeros(shape)
         self.bias = jnp.zeros(d_out) if bias else None
 
     def __call__(self, x: Float[Array, "*batch d_in"]) -> Float[Array, "*batch d_out"]:

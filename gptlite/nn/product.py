@@ -14,9 +14,10 @@ def product(
 ) -> Float[Array, "*batch m n"]:
     """`a bᵀ`, summed up and returned in at least float32.
 
-    The same number as `a @ b.T`, and the same gradients. They are written out because the order in
-    memory of what is multiplied decides the speed on a CPU: see `_row_major`, and `_backward` for
-    which factor is turned.
+    The same number as `a @ b.T`, and the same gradients, but that the incoming one is rounded to
+    the factors' format. (Reverse mode only: no `jax.jvp`.) They are written out because the order
+    in memory of what is multiplied decides the speed on a CPU: see `_wants_row_major`, and
+    `_backward` for which factor is turned.
     """
     return _multiply_turned(a, b)
 
@@ -63,8 +64,8 @@ def _backward(factors, grad):
     # In the factors' own format: with one of them in float32 it would be a float32 product.
     grad = grad.astype(a.dtype)
     grad_a = _multiply(grad, b)
-    # gradᵀ a. The narrower factor is turned, which is up to 1.6 times as fast in float32 too.
-    if a.shape[-1] <= grad.shape[-1]:
+    # gradᵀ a. On a CPU the narrower factor is turned, up to 1.6 times as fast in float32 too.
+    if jax.default_backend() == "cpu" and a.shape[-1] <= grad.shape[-1]:
         grad_b = _multiply(jnp.swapaxes(a, -1, -2), grad)
         # The barrier keeps XLA from turning both factors in place of the result.
         grad_b = jnp.swapaxes(lax.optimization_barrier(grad_b), -1, -2)

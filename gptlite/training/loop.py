@@ -46,7 +46,7 @@ class Progress:
 
     @property
     def model(self) -> GPT:
-        """The model, on one device of this process."""
+        """The model, on one device of this process; lives as long as `state`."""
         return jax.tree.map(
             lambda x: x.addressable_data(0) if eqx.is_array(x) else x, self.state.model
         )

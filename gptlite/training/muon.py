@@ -2,6 +2,7 @@
 layers in neural networks")."""
 
 import collections
+import itertools
 import math
 
 import jax
@@ -17,13 +18,13 @@ from gptlite.nn.product import product
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
-def orthogonalize(x: Float[Array, "*batch m n"], steps: int = 5) -> Float[Array, "*batch m n"]:
-    """The matrices of `x`, `m <= n`, with their singular values brought near 1, by Newton-Schulz
-    steps in bfloat16, which is also the result's format."""
+def orthogonalize(x: Float[Array, "*batch m n"]) -> Float[Array, "*batch m n"]:
+    """The matrices of `x`, `m <= n`, with their singular values brought near 1, by five Newton-
+    Schulz steps in bfloat16, which is also the result's format."""
     a, b, c = COEFFICIENTS
     norm = jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)
     y = (x / (norm + 1e-7)).astype(jnp.bfloat16)
-    for _ in range(steps):
+    for _ in range(5):
         square = product(y, y).astype(y.dtype)
         # (x xᵀ)² is symmetric: its transpose, which `product` multiplies with, is itself.
         inner = (b * square + c * product(square, square)).astype(y.dtype)
@@ -48,11 +49,8 @@ def scale_by_orthogonalization(axis_name: str | None = None) -> optax.GradientTr
         for (m, n), places in by_shape.items():
             batch = jnp.concatenate([_wide(leaves[place]) for place in places])
             done = _shared_out(batch, axis_name).astype(batch.dtype) * math.sqrt(n / m)
-            ends = [len(leaves[place]) for place in places]
-            start = 0
-            for place, size in zip(places, ends, strict=True):
-                part = done[start : start + size]
-                start += size
+            ends = list(itertools.accumulate(len(leaves[place]) for place in places))
+            for place, part in zip(places, jnp.split(done, ends[:-1]), strict=True):
                 tall = leaves[place].shape[1] > leaves[place].shape[2]
                 leaves[place] = jnp.swapaxes(part, 1, 2) if tall else part
         return jax.tree.unflatten(structure, leaves)

@@ -54,8 +54,8 @@ def make_train_steps(
     is the mean of their gradients (and Muon's share of work).
     """
 
-    def step(state: TrainState, batch: Array) -> tuple[TrainState, Array, Array]:
-        key = jax.random.fold_in(jax.random.key(config.seed), state.step)
+    def step(state: TrainState, batch: Array, seed: Array) -> tuple[TrainState, Array, Array]:
+        key = jax.random.fold_in(jax.random.key(seed), state.step)
         key = jax.random.fold_in(key, lax.axis_index("data"))
         loss, grads = lax.pmean(loss_and_grads(state.model, batch, config, key=key), "data")
         updates, optimizer_state = optimizer.update(
@@ -67,14 +67,17 @@ def make_train_steps(
 
     @eqx.filter_jit(donate="all")
     def train_steps(
-        state: TrainState, batches: Int[Array, "steps batch seq_and_next"], count: Int[Array, ""]
+        state: TrainState,
+        batches: Int[Array, "steps batch seq_and_next"],
+        count: Int[Array, ""],
+        seed: Int[Array, ""],
     ) -> tuple[TrainState, StepMetrics]:
         arrays, static = eqx.partition(state, eqx.is_array)
 
-        def on_device(arrays, batches, count):
+        def on_device(arrays, batches, count, seed):
             def body(i, carry):
                 arrays, metrics = carry
-                state, loss, grad_norm = step(eqx.combine(arrays, static), batches[i])
+                state, loss, grad_norm = step(eqx.combine(arrays, static), batches[i], seed)
                 metrics = StepMetrics(
                     loss=metrics.loss.at[i].set(loss),
                     grad_norm=metrics.grad_norm.at[i].set(grad_norm),
@@ -88,14 +91,17 @@ def make_train_steps(
         arrays, metrics = jax.shard_map(
             on_device,
             mesh=mesh,
-            in_specs=(everywhere, PartitionSpec(None, "data"), everywhere),
+            in_specs=(everywhere, PartitionSpec(None, "data"), everywhere, everywhere),
             out_specs=everywhere,
             # What leaves is the same everywhere by construction; JAX cannot see that of all_gather.
             check_vma=False,
-        )(arrays, batches, count)
+        )(arrays, batches, count, seed)
         return eqx.combine(arrays, static), metrics
 
-    return lambda state, batches, count: train_steps(state, batches, jnp.asarray(count))
+    # The seed, too, is data: a new one compiles nothing.
+    return lambda state, batches, count: train_steps(
+        state, batches, jnp.asarray(count), jnp.asarray(config.seed)
+    )
 
 
 def loss_and_grads(
@@ -123,8 +129,7 @@ def loss_and_grads(
     def add_part(total, part):
         return jax.tree.map(jnp.add, total, loss_of(model, *part)), None
 
-    # Every accumulation-th window: what is spread over devices stays spread over them in each part.
-    parts = jnp.swapaxes(batch.reshape(-1, config.accumulation, batch.shape[-1]), 0, 1)
+    parts = batch.reshape(config.accumulation, -1, batch.shape[-1])
     keys = jax.random.split(key, config.accumulation)
     zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, eqx.filter(model, eqx.is_inexact_array)))
     total, _ = lax.scan(add_part, zero, (parts, keys))

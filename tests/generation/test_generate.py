@@ -51,7 +51,7 @@ def test_cached_logits_are_the_uncached_ones(variant):
 
     for model in (variant, variant.unstacked()):
         cache, parts = model.init_cache((2,)), []
-        for step in [1] * C:
+        for step in [3, 1, 1, C - 5]:
             done = int(cache.length)
             logits, cache = extend(model, ids[:, done : done + step], cache)
             parts.append(logits)
@@ -68,6 +68,16 @@ def test_a_batch_gives_what_its_rows_give_alone():
     for row in range(4):
         alone = generate(model, prompts[row : row + 1], 40, config, keys=keys[row : row + 1])
         np.testing.assert_array_equal(alone[0], together[row])
+
+
+def test_a_prompt_read_in_more_room_than_it_takes_changes_nothing(monkeypatch):
+    model, keys = tiny_model(), jax.random.key(0)[None]
+    for length in (1, 3, 5):
+        prompt = jax.random.randint(jax.random.key(length), (1, length), 0, VOCAB)
+        whole = generate(model, prompt, 2 * C, keys=keys)
+        with monkeypatch.context() as patch:
+            patch.setattr("gptlite.generation.generate.SHORTEST_READ", 2)
+            np.testing.assert_array_equal(generate(model, prompt, 2 * C, keys=keys), whole)
 
 
 def test_the_same_key_gives_the_same_text_and_another_another():

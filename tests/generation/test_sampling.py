@@ -61,6 +61,13 @@ def test_the_ends_of_the_unit_interval_draw_nothing_excluded(filters):
     assert set(drawn.tolist()) <= {1, 3, 4}
 
 
+def test_no_sum_over_a_large_vocabulary_rounds_up_to_an_excluded_token():
+    logits = jnp.full((256, 50_000), -20.0).at[:, ::1000].set(0.0)
+    uniform = jnp.linspace(1 - 1e-4, 1 - 2.0**-24, 256)
+    drawn = sample(logits, SamplingConfig(min_p=0.5), uniform)
+    assert set((drawn % 1000).tolist()) == {0}
+
+
 def test_greedy_is_the_most_probable_token():
     logits = jax.random.normal(jax.random.key(0), (6, 9))
     uniform = jax.random.uniform(jax.random.key(1), (6,))

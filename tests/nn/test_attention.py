@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jaxtyping import TypeCheckError
 
-from gptlite.nn import Attention, LayerCache, NoPositions, Rotary, attend
+from gptlite.nn import Attention, LayerCache, Linear, NoPositions, Rotary, attend
 from gptlite.nn.attention import attend_fused, attend_plain
 
 
@@ -110,6 +110,19 @@ def test_multi_head_attention_is_its_parts(qk_norm):
     mixed = reference(rotate(heads(module.query)), rotate(heads(module.key)), heads(module.value))
     expected = mixed.transpose(1, 0, 2).reshape(6, 16) @ np.asarray(module.output.weight).T
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_of_ones_own_in_place_of_query_is_called():
+    class Doubled(Linear):
+        def __call__(self, x):
+            return 2 * super().__call__(x)
+
+    plain = attention()
+    doubled = Doubled(16, 16, std=0.5, key=jax.random.key(9))
+    twice = eqx.tree_at(lambda a: a.query, plain, doubled)
+    weighted = eqx.tree_at(lambda a: a.query.weight, plain, 2 * doubled.weight)
+    x = jax.random.normal(jax.random.key(1), (6, 16))
+    np.testing.assert_allclose(twice(x)[0], weighted(x)[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("first", [0, 3, 7])

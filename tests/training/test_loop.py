@@ -20,7 +20,9 @@ TOKENIZER = make_tokenizer("char", TEXT)
 SPLIT = split_corpus(TEXT, TOKENIZER)
 CONFIG = Config(
     model=TINY,
-    training=TrainingConfig(steps=45, batch_size=8, steps_per_dispatch=10, eval_every=25),
+    training=TrainingConfig(
+        steps=45, batch_size=8, steps_per_dispatch=10, eval_every=25, compute_dtype="float32"
+    ),
 )
 
 

@@ -9,7 +9,7 @@ import pytest
 import safetensors.numpy
 from conftest import TEXT, TINY
 
-from gptlite.config import Config, UserError
+from gptlite.config import Config, UserError, load_config
 from gptlite.models.gpt import GPT
 from gptlite.text.tokenizer import make_tokenizer
 from gptlite.training.run import RunFolder, load_run, newest_run, weights_to_bytes
@@ -34,6 +34,14 @@ def test_what_was_saved_is_loaded(run):
     for a, b in zip(saved, again, strict=True):
         np.testing.assert_array_equal(a, b)
     assert jax.tree.structure(loaded.model) == jax.tree.structure(MODEL)
+
+
+def test_a_config_from_before_earlier_tokens_were_embedded_has_none(run):
+    path = run.path / "config.json"
+    sections = json.loads(path.read_text())
+    del sections["model"]["embed_previous"]
+    path.write_text(json.dumps(sections))
+    assert load_config(path).model.embed_previous == 0
 
 
 def test_names_and_layouts_are_those_of_the_readme():

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TINY, VOCAB, tiny_model
+from jax.sharding import AxisType
 
 from gptlite.config import OptimizerConfig, TrainingConfig
 from gptlite.models.gpt import GPT
@@ -38,6 +39,20 @@ def test_accumulation_gives_the_whole_batchs_gradient(dropout):
         trees_close(whole, parts)
     else:  # other masks, the same size
         assert 0.5 < float(parts[0] / whole[0]) < 2.0
+
+
+def test_each_device_drops_activations_of_its_own():
+    """Two devices see the same rows. With the same masks they would give what one gives."""
+    model = tiny_model(dropout=0.5)
+    batch = jnp.concatenate([BATCHES[:1, :2]] * 2, axis=1)
+    optimizer = make_optimizer(OptimizerConfig(), 10, model)
+
+    def loss(mesh, batch):
+        steps = make_train_steps(TRAINING, optimizer, mesh)
+        return float(steps(init_state(copied(model), optimizer), batch.copy(), 1)[1].loss[0])
+
+    one = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+    assert loss(one, batch[:, :2]) != pytest.approx(loss(data_mesh(4), batch), rel=1e-3)
 
 
 def test_gradients_agree_with_finite_differences_in_float64(variant):
