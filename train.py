@@ -3,7 +3,6 @@
 The story of a run: text, tokens, model, training, and what is kept of it.
 """
 
-import functools
 import math
 import shlex
 import sys
@@ -63,19 +62,20 @@ def train(arguments: TrainArguments) -> None:
 
     # The model.
     model_key, sample_key = jax.random.split(jax.random.key(training.seed))
-    make_model = functools.partial(
-        GPT,
-        config.model,
-        tokenizer.vocab_size,
-        padded_vocab_size=tokenizer.padded_vocab_size,
-    )
+
+    def make_model(key):
+        rows = tokenizer.padded_vocab_size
+        return GPT(config.model, tokenizer.vocab_size, padded_vocab_size=rows, key=key)
+
     if arguments.summary:
-        skeleton = eqx.filter_eval_shape(make_model, key=model_key)
+        skeleton = eqx.filter_eval_shape(make_model, model_key)
         print(summary(skeleton, batch_size=training.batch_size // training.accumulation))
         return
     # Run once: at the lowest level it is compiled in half the time.
     once = {"xla_backend_optimization_level": 0}
-    model = eqx.filter_jit(make_model, compiler_options=once)(key=model_key)
+    # (Equinox's annotations leave out what it hands on to jax.jit.)
+    draw = eqx.filter_jit(make_model, compiler_options=once)  # pyright: ignore[reportCallIssue]
+    model = draw(model_key)
     parameters = count_parameters(model)
 
     # Training.

@@ -27,8 +27,9 @@ def make_model(shape: Shape) -> Any:
         bos_token_id=0,
         eos_token_id=None,
     )
-    config.loss_type = "ForCausalLMLoss"  # what it takes anyway, after a warning
-    return GPT2LMHeadModel(config)
+    model = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # what it takes anyway, after a warning
+    return model
 
 
 def make_train_round(shape: Shape, dtype: str, accumulation: int, steps: int) -> Round:

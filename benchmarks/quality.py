@@ -31,13 +31,15 @@ def main() -> None:
         losses.append(result["final_val_loss"])
         times.append(seconds)
         speed = f"{result['tokens_per_second']:,.0f}"
-        rows.append([str(seed), f"{losses[-1]:.4f}", f"{seconds:.0f}", speed])
+        best = f"{result['best_val_loss']:.4f}"
+        rows.append([str(seed), f"{losses[-1]:.4f}", best, f"{seconds:.0f}", speed])
         print(f"seed {seed}: {losses[-1]:.4f} in {seconds:.0f} s", flush=True)
     deviation = statistics.stdev(losses) if len(losses) > 1 else 0.0
     mean = f"{statistics.fmean(losses):.4f} ± {deviation:.4f}"
-    rows.append(["mean", mean, f"{statistics.fmean(times):.0f}", ""])
+    rows.append(["mean", mean, "", f"{statistics.fmean(times):.0f}", ""])
     print()
-    print_table(["seed", "final validation loss", "seconds, whole process", "tokens/s"], rows)
+    header = ["seed", "final validation loss", "best", "seconds, whole process", "tokens/s"]
+    print_table(header, rows)
 
 
 def train(*options: str) -> tuple[dict, float]:

@@ -3,7 +3,7 @@
 What a new token attends to: everything before it, while that fits into the context. When the
 context is full, the model forgets the older part and reads the last half of the context anew,
 from position 0. So a token sees at least the last `context_length // 2` tokens and at most
-`context_length - 1` before it, and its logits are exactly those that the model would give for
+`context_length` before it, and its logits are exactly those that the model would give for
 that stretch of text by itself, for any position encoding.
 """
 

@@ -114,11 +114,14 @@ def test_multi_head_attention_is_its_parts(qk_norm):
 
 def test_a_layer_of_ones_own_in_place_of_query_is_called():
     class Doubled(Linear):
+        def __init__(self, key):
+            super().__init__(16, 16, std=0.5, key=key)
+
         def __call__(self, x):
             return 2 * super().__call__(x)
 
     plain = attention()
-    doubled = Doubled(16, 16, std=0.5, key=jax.random.key(9))
+    doubled = Doubled(jax.random.key(9))
     twice = eqx.tree_at(lambda a: a.query, plain, doubled)
     weighted = eqx.tree_at(lambda a: a.query.weight, plain, 2 * doubled.weight)
     x = jax.random.normal(jax.random.key(1), (6, 16))
