@@ -32,6 +32,12 @@ class Shape:
         """Tokens in a batch."""
         return self.batch_size * self.model.context_length
 
+    @property
+    def weights(self) -> int:
+        """Parameters of the blocks' matrices."""
+        model = self.model
+        return model.n_layers * (4 * model.d_model**2 + 2 * model.d_model * model.d_hidden)
+
 
 def make_shape(name: str, block: str) -> Shape:
     """`name`: S (nanoGPT's recipe for a CPU) or M (for a GPU). `block`: `gpt2`, with the biases
@@ -133,6 +139,12 @@ def make_memory() -> Round:
 def spread(values: Sequence[float], form: str = ",.0f") -> str:
     """Median and range."""
     return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+
+
+def times_the_peer(seconds: dict[str, list[float]], peer: str, name: str, form: str) -> str:
+    """How many times as fast as `peer` the contender `name` was, round by round."""
+    rounds = zip(seconds[peer], seconds[name], strict=True)
+    return spread([theirs / ours for theirs, ours in rounds], form)
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

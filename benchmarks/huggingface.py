@@ -58,7 +58,7 @@ def make_sample_round(shape: Shape, batch_size: int, new_tokens: int, repeats: i
     """`generate` with its cache, top-k 50."""
     import torch
 
-    model = make_model(shape).eval()
+    model = make_model(shape).train(False)
     prompt = torch.zeros((batch_size, 1), dtype=torch.long)
 
     def sample():

@@ -19,6 +19,7 @@ from common import (
     print_table,
     spread,
     timed,
+    times_the_peer,
 )
 
 REPEATS = {"S": 20, "M": 4}
@@ -75,20 +76,12 @@ def compare(name: str, batch_size: int, rounds: int) -> None:
     seconds = by_turns(contenders, rounds)
     peaks = {contender.name: contender.close() for contender in contenders}
     bandwidth = 1 / statistics.median(seconds[limit])
-    model = gpt2.model
-    weights = model.n_layers * (4 * model.d_model**2 + 2 * model.d_model * model.d_hidden)
     tokens = batch_size * new_tokens
     rows = [
         [
             contender.name,
             spread([tokens / t for t in seconds[contender.name]]),
-            spread(
-                [
-                    theirs / ours
-                    for theirs, ours in zip(seconds[peer], seconds[contender.name], strict=True)
-                ],
-                ".1f",
-            ),
+            times_the_peer(seconds, peer, contender.name, ".1f"),
             f"{peaks[contender.name]:,.0f}",
         ]
         for contender in contenders[1:]
@@ -96,7 +89,7 @@ def compare(name: str, batch_size: int, rounds: int) -> None:
     print(
         f"{name}, batch {batch_size}, {new_tokens} new tokens, {rounds} rounds; reading each "
         f"weight once a token from memory ({bandwidth / 1e9:.0f} GB/s) would give "
-        f"{batch_size * bandwidth / (4 * weights):,.0f} tokens/s"
+        f"{batch_size * bandwidth / (4 * gpt2.weights):,.0f} tokens/s"
     )
     print_table(["", "tokens/s", "times the peer", "peak MiB"], rows)
 

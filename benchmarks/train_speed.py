@@ -21,6 +21,7 @@ from common import (
     print_table,
     spread,
     timed,
+    times_the_peer,
 )
 
 # Windows of one micro-batch: about as many as the cores' caches like.
@@ -73,8 +74,7 @@ def flops_per_token(shape: Shape) -> float:
     """Forward and backward: 6 a weight and 12 n_layers d_model context for attention (Chowdhery et
     al., 2022, appendix B), which counts what the causal mask discards."""
     model = shape.model
-    weights = model.n_layers * (4 * model.d_model**2 + 2 * model.d_model * model.d_hidden)
-    weights += huggingface.VOCAB * model.d_model
+    weights = shape.weights + huggingface.VOCAB * model.d_model
     return 6 * weights + 12 * model.n_layers * model.d_model * model.context_length
 
 
@@ -113,12 +113,11 @@ def compare(name: str, dtype: str, rounds: int) -> None:
         of = default if "default" in contender.name else gpt2
         times = seconds[contender.name]
         flops = flops_per_token(of) * of.tokens / statistics.median(times)
-        ratios = [theirs / ours for theirs, ours in zip(seconds[peer], times, strict=True)]
         rows.append(
             [
                 contender.name,
                 spread([of.tokens / t for t in times]),
-                spread(ratios, ".2f"),
+                times_the_peer(seconds, peer, contender.name, ".2f"),
                 f"{flops / 1e9:.0f}",
                 f"{flops / limit_flops:.2f}",
                 f"{peaks[contender.name]:,.0f}",

@@ -433,13 +433,13 @@ def load_config(path: Path) -> Config:
 
     **Raises:** `UserError` where the file is no config of this version.
     """
+    # What runs did before there were knobs for it.
+    before: dict[str, Any] = {"embed_previous": 0}
     try:
         sections: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
-        # Runs from before there was this knob.
-        sections["model"].setdefault("embed_previous", 0)
         return Config(
             data=DataConfig(**sections["data"]),
-            model=ModelConfig(**sections["model"]),
+            model=ModelConfig(**(before | sections["model"])),
             optimizer=OptimizerConfig(**sections["optimizer"]),
             training=TrainingConfig(**sections["training"]),
         )

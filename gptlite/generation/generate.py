@@ -23,7 +23,6 @@ from gptlite.nn.cache import Cache
 # Tokens made in one compiled call: few enough to stream smoothly, enough to hide the call.
 TOKENS_PER_CALL = 32
 
-
 # A prompt is read in no fewer positions than these.
 SHORTEST_READ = 16
 

@@ -42,6 +42,9 @@ def test_a_config_from_before_earlier_tokens_were_embedded_has_none(run):
     del sections["model"]["embed_previous"]
     path.write_text(json.dumps(sections))
     assert load_config(path).model.embed_previous == 0
+    path.write_text(json.dumps(sections | {"model": []}))
+    with pytest.raises(UserError, match="not a readable gptlite config"):
+        load_config(path)
 
 
 def test_names_and_layouts_are_those_of_the_readme():
