@@ -7,7 +7,7 @@ from gptlite.cli import SampleArguments, errors_as_sentences, parse_sample
 
 
 def main() -> None:
-    with errors_as_sentences():
+    with errors_as_sentences(debug="--debug" in sys.argv):
         sample(parse_sample(sys.argv[1:]))
 
 
@@ -19,8 +19,9 @@ def sample(arguments: SampleArguments) -> None:
     from gptlite.config import UserError
     from gptlite.generation.generate import stream
     from gptlite.generation.text import TextStream
+    from gptlite.runs import find_run
     from gptlite.runtime import set_up_jax
-    from gptlite.training.run import find_run, load_run
+    from gptlite.training.run import load_run
 
     set_up_jax()
     run = load_run(find_run(arguments.run), arguments.weights)

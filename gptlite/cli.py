@@ -1,15 +1,30 @@
 """What the two scripts share: parsing a command line, and saying what was wrong with it."""
 
+import argparse
 import contextlib
+import io
 import os
+import re
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, NoReturn, TypeVar
 
 import tyro
 
-from gptlite.config import MOST, PRESETS, Config, SamplingConfig, UserError, require_range
+from gptlite.config import (
+    MOST,
+    PRESETS,
+    RESUMABLE,
+    Config,
+    SamplingConfig,
+    UserError,
+    load_config,
+    require_range,
+    require_resumable,
+)
+from gptlite.runs import find_run
 
 DEFAULT_PRESET = "quick"
 T = TypeVar("T")
@@ -33,8 +48,25 @@ class TrainArguments:
     overwrite: bool = False
     """Replace the run of that name, if there is one."""
 
+    resume: Annotated[
+        str | None,
+        tyro.conf.arg(
+            help="Go on with a run, where its last checkpoint was written: its folder, or its name "
+            "in runs/. Its settings are kept; only these may be given with it: "
+            + ", ".join(
+                f"--{section}.{name.replace('_', '-')}"
+                for section, names in RESUMABLE.items()
+                for name in names
+            )
+            + " (the corpus: the same text, from another place). More steps extend a run."
+        ),
+    ] = None
+
     summary: bool = False
     """Print the model as a table, with parameters, FLOPs and memory, and stop."""
+
+    debug: bool = False
+    """Show where in the code an error came from."""
 
     config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
@@ -67,6 +99,9 @@ class SampleArguments:
     seed: int = 0
     """Same seed, same text."""
 
+    debug: bool = False
+    """Show where in the code an error came from."""
+
     stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """End a text before this string; may be given several times."""
 
@@ -85,9 +120,28 @@ class SampleArguments:
 def parse_train(argv: Sequence[str]) -> TrainArguments:
     """`train.py`'s command line. `argv` is without the program's name."""
     preset = argv[0] if argv and argv[0] in PRESETS else DEFAULT_PRESET
-    arguments = _parse(TrainArguments, argv, TrainArguments(preset, config=PRESETS[preset][1]))
+    # What is resumed decides what the other settings start from, so it is read first.
+    only_resume = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    only_resume.add_argument("--resume", nargs="?")
+    resume = only_resume.parse_known_args(argv)[0].resume
+    if resume is None:
+        default = TrainArguments(preset, config=PRESETS[preset][1])
+    else:
+        default = TrainArguments(preset, config=load_config(find_run(resume) / "config.json"))
+    arguments = _parse(TrainArguments, argv, default)
     if arguments.preset != preset:
         raise UserError(f"The preset comes first: python train.py {arguments.preset} ...")
+    if resume is not None:
+        for given, option in (
+            (arguments.run, "--run"),
+            (arguments.overwrite, "--overwrite"),
+            (argv[0] == preset, f"the preset {preset}"),
+        ):
+            if given:
+                raise UserError(
+                    f"A run that is resumed keeps its name and settings: leave {option} out."
+                )
+        require_resumable(default.config, arguments.config)
     return arguments
 
 
@@ -97,25 +151,36 @@ def parse_sample(argv: Sequence[str]) -> SampleArguments:
 
 
 def _parse(kind: type[T], argv: Sequence[str], default: T) -> T:
-    return tyro.cli(kind, args=argv, default=default)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(kind, args=argv, default=default)
+    except SystemExit as stop:
+        if not stop.code:  # --help
+            raise
+    raise UserError(_sentence(said.getvalue()))
+
+
+def _sentence(box: str) -> str:
+    """What tyro draws a box around, in a line: the error, and what was expected or meant."""
+    lines = [line.strip("│ ") for line in box.splitlines() if line.startswith("│")]
+    error = " ".join(lines).split("───")[0].strip().rstrip(".")
+    options = re.findall(r"^│ {5}(--.*?) *│$", box, re.MULTILINE)
+    if not options:
+        return f"{error}. See --help."
+    hint = "Expected" if "Argument helptext:" in box else "Perhaps you meant"
+    return f"{error}. {hint} {' or '.join(options)}."
 
 
 @contextlib.contextmanager
-def errors_as_sentences() -> Iterator[None]:
+def errors_as_sentences(debug: bool = False) -> Iterator[None]:
     """A `UserError` inside ends the program with its sentence on standard error and code 2; Ctrl-C
-    and a reader that has gone (`| head`) end it quietly."""
+    and a reader that has gone (`| head`) end it quietly. With `debug`, an error's traceback comes
+    before its sentence."""
     try:
         yield
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except MemoryError:
-        print(
-            "error: this does not fit into memory; make the model or the batch smaller, or raise "
-            "--training.accumulation.",
-            file=sys.stderr,
-        )
-        sys.exit(2)
+        _end(str(error), debug)
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         sys.exit(130)
@@ -123,3 +188,19 @@ def errors_as_sentences() -> Iterator[None]:
         # Python flushes standard output once more at exit; nobody is there to read it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+    except Exception as error:
+        # XLA's own error for memory, recognised by its words, for JAX may not be imported here.
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        _end(
+            "this does not fit into memory; make the model or the batch smaller, or raise "
+            "--training.accumulation.",
+            debug,
+        )
+
+
+def _end(sentence: str, debug: bool) -> NoReturn:
+    if debug:
+        traceback.print_exc()
+    print(f"error: {sentence}", file=sys.stderr)
+    sys.exit(2)

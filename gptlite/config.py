@@ -4,13 +4,12 @@ This module imports nothing heavy, so that `--help` answers at once.
 """
 
 import dataclasses
-import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from gptlite.files import write_atomically
+from gptlite.files import json_from_bytes, json_to_bytes, write_atomically
 
 
 class UserError(ValueError):
@@ -270,6 +269,17 @@ class TrainingConfig:
     sample_tokens: int = 128
     """Length of the text sampled at each evaluation; 0 for none."""
 
+    save_seconds: float = 300.0
+    """Save a checkpoint at least so often, besides at each evaluation and when stopped. A run that
+    is killed loses what it did since the last one."""
+
+    keep: int = 2
+    """How many checkpoints to keep: so many of the last ones, and the best."""
+
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What to do when a loss or a gradient is not a finite number. stop: end the run, and save the
+    batch to look at. skip: leave that update out, and count it."""
+
     seed: int = 0
     """The run is a pure function of the config, this seed included, and of the number of devices
     (which decides the order of sums, and what dropout drops)."""
@@ -280,6 +290,8 @@ class TrainingConfig:
             require_range(f"training.{name}", getattr(self, name), 1, MOST)
         require_range("training.cpu_devices", self.cpu_devices, 1, 1024)
         require_range("training.sample_tokens", self.sample_tokens, 0, MOST)
+        require_range("training.save_seconds", self.save_seconds, 0.0)
+        require_range("training.keep", self.keep, 1, MOST)
         require_range("training.label_smoothing", self.label_smoothing, 0.0, 0.99)
         require_range("training.seed", self.seed, 0, MOST)
         require(
@@ -418,6 +430,33 @@ PRESETS: dict[str, tuple[str, Config]] = {
 }
 
 
+# What `--resume` may change, besides the name of the same text.
+RESUMABLE = {
+    "data": ("corpus",),
+    "training": (
+        "steps",
+        "eval_every",
+        "sample_tokens",
+        "save_seconds",
+        "keep",
+        "on_nonfinite",
+        "cpu_devices",
+    ),
+}
+
+
+def require_resumable(before: Config, after: Config) -> None:
+    """Raise `UserError`, naming every field, if `after` changes what `--resume` may not change."""
+    changed = [
+        f"{section}.{name} (the run has {old}, got {new})"
+        for section, fields in dataclasses.asdict(before).items()
+        for name, old in fields.items()
+        if name not in RESUMABLE.get(section, ())
+        and (new := getattr(getattr(after, section), name)) != old
+    ]
+    require(not changed, f"These may not change on --resume: {'; '.join(changed)}.")
+
+
 def resolve_corpus(config: Config, corpus: str) -> Config:
     """`config` with the name of the corpus that was really loaded."""
     return dataclasses.replace(config, data=dataclasses.replace(config.data, corpus=corpus))
@@ -425,7 +464,7 @@ def resolve_corpus(config: Config, corpus: str) -> Config:
 
 def save_config(config: Config, path: Path) -> None:
     """Write `config` as JSON."""
-    write_atomically(path, json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+    write_atomically(path, json_to_bytes(dataclasses.asdict(config)))
 
 
 def load_config(path: Path) -> Config:
@@ -436,12 +475,14 @@ def load_config(path: Path) -> Config:
     # What runs did before there were knobs for it.
     before: dict[str, Any] = {"embed_previous": 0}
     try:
-        sections: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+        sections: dict[str, dict[str, Any]] = json_from_bytes(path.read_bytes())
+        model = before | sections.pop("model")
         return Config(
-            data=DataConfig(**sections["data"]),
-            model=ModelConfig(**(before | sections["model"])),
-            optimizer=OptimizerConfig(**sections["optimizer"]),
-            training=TrainingConfig(**sections["training"]),
+            data=DataConfig(**sections.pop("data")),
+            model=ModelConfig(**model),
+            optimizer=OptimizerConfig(**sections.pop("optimizer")),
+            training=TrainingConfig(**sections.pop("training")),
+            **sections,
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is not a readable gptlite config: {error}") from error

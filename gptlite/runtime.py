@@ -1,6 +1,7 @@
 """How the two scripts set JAX up, before it first computes."""
 
 import os
+import warnings
 from pathlib import Path
 
 
@@ -18,5 +19,7 @@ def set_up_jax(cpu_devices: int = 1) -> None:
         jax.config.update("jax_compilation_cache_dir", str(caches / "gptlite" / "xla"))
     # JAX's own bounds leave out what compiles in under a second; a run has several such programs.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+    # A cache that cannot be written, or a damaged file in it, costs time and nothing else.
+    warnings.filterwarnings("ignore", "Error (writing|reading) persistent compilation cache")
     if "JAX_NUM_CPU_DEVICES" not in os.environ:
         jax.config.update("jax_num_cpu_devices", cpu_devices)

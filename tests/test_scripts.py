@@ -77,6 +77,7 @@ def test_training_leaves_all_that_it_should(place):
         "metrics.jsonl",
         "best.safetensors",
         "last.safetensors",
+        "checkpoints",
         "loss.png",
         "result.json",
     }

@@ -6,8 +6,6 @@ which decoding follows for all of them. Each turns into JSON and back (`to_json`
 """
 
 import base64
-import json
-from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -178,29 +176,27 @@ def tokenizer_from_json(record: Any) -> Tokenizer:
 
     **Raises:** `UserError` if `record` is none of ours.
     """
-    makers: dict[str, Callable[[], Tokenizer]] = {
-        "char": lambda: CharTokenizer(record["characters"]),
-        "byte": ByteTokenizer,
-        "tiktoken": lambda: TiktokenTokenizer(
-            tiktoken.Encoding(
-                record["name"],
-                pat_str=record["pattern"],
-                mergeable_ranks={
-                    base64.b64decode(token): rank for token, rank in record["ranks"].items()
-                },
-                special_tokens=record["special_tokens"],
-            )
-        ),
-    }
     try:
-        return makers[record["kind"]]()
+        match record:
+            case {"kind": "char", "characters": str(characters), **rest} if not rest:
+                return CharTokenizer(characters)
+            case {"kind": "byte", **rest} if not rest:
+                return ByteTokenizer()
+            case {
+                "kind": "tiktoken", "name": str(name), "pattern": str(pattern),
+                "special_tokens": dict(special_tokens), "ranks": dict(ranks), **rest,
+            } if not rest:  # fmt: skip
+                return TiktokenTokenizer(
+                    tiktoken.Encoding(
+                        name,
+                        pat_str=pattern,
+                        mergeable_ranks={base64.b64decode(t): rank for t, rank in ranks.items()},
+                        special_tokens=special_tokens,
+                    )
+                )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"This is not a tokenizer of gptlite: {error!r}.") from error
-
-
-def tokenizer_to_text(tokenizer: Tokenizer) -> str:
-    """The JSON text of a run's `tokenizer.json`."""
-    return json.dumps(tokenizer.to_json(), ensure_ascii=False) + "\n"
+    raise UserError(f"This is not a tokenizer of gptlite: {str(record)[:100]}.")
 
 
 def _code_points(text: str) -> Int[np.ndarray, " characters"]:

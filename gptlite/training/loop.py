@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,36 +13,48 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from gptlite.config import Config, UserError
 from gptlite.models.gpt import GPT
-from gptlite.text.batches import Batches, Split
+from gptlite.text.batches import Batches, Split, Windows
+from gptlite.training.checkpoint import Checkpoint, Position
 from gptlite.training.evaluate import Evaluation
 from gptlite.training.optimizer import make_optimizer, make_schedule
 from gptlite.training.step import StepMetrics, TrainState, init_state, make_train_steps
 
+# A stop is asked for between dispatches, and nobody likes to wait for it: where the steps of a line
+# of metrics take longer than this, they are dispatched in parts.
+SECONDS_PER_DISPATCH = 2.0
+
 
 @dataclass(frozen=True)
 class Progress:
-    """After a dispatch. `state` lives until the next one is asked for, which reuses its memory."""
+    """After steps. `state` lives until the next one is asked for, which reuses its memory."""
 
     state: TrainState
     """On every device."""
+    position: Position
+    """What going on from here needs, beside the state."""
     step: int
     """Steps done."""
     tokens: int
     """Tokens trained on."""
-    train_loss: float
-    """Mean over the steps of this dispatch, in nats a token."""
+    train_loss: float | None
+    """Mean over the steps since the last line of metrics, in nats a token; None if all of them
+    were skipped."""
     val_loss: float | None
-    """Nats a token over the whole validation text, where it was due."""
+    """Nats a token over the validation text, where it was due."""
     learning_rate: float
     """That of the last step (with muon: of the matrices)."""
-    grad_norm: float
-    """Global norm of the last step's gradient, before clipping."""
+    grad_norm: float | None
+    """Global norm of the last step's gradient, before clipping; None if it is not finite."""
+    skipped: int | None
+    """Updates skipped so far; None where they are not."""
     tokens_per_second: float
-    """Of this dispatch."""
+    """Of the last dispatch."""
     step_seconds: float
     """Spent on steps so far, without compilation and evaluations."""
     seconds: float
     """Since the loop was entered, compilation and evaluations included."""
+    ends_line: bool
+    """Whether a line of metrics ends here. If not, it is a pause that was asked for."""
 
     @property
     def model(self) -> GPT:
@@ -52,19 +64,52 @@ class Progress:
         )
 
     def record(self) -> dict[str, Any]:
-        """The line for `metrics.jsonl`: all but the state, and `val_loss` only where evaluated."""
-        fields = {name: value for name, value in vars(self).items() if name != "state"}
-        return {name: value for name, value in fields.items() if value is not None}
+        """The line for `metrics.jsonl`: plain numbers, and `val_loss` and `skipped` only where
+        there are such."""
+        left_out = ["state", "position", "ends_line"]
+        left_out += [name for name in ("val_loss", "skipped") if getattr(self, name) is None]
+        return {name: value for name, value in vars(self).items() if name not in left_out}
 
 
-def fit(config: Config, model: GPT, split: Split) -> Iterator[Progress]:
-    """Train a copy of `model` as `config` says, in an iterator that yields after every dispatch.
+class DivergenceError(UserError):
+    """A loss or gradient that is not finite, and where it was."""
 
-    The batch is spread over all of JAX's devices, each of which holds all parameters.
+    def __init__(self, report: dict[str, Any], windows: Windows | None):
+        """`report`: `step`, `loss`, `grad_norm`, `learning_rate`. `windows`: the batch, where one
+        is to blame."""
+        self.report, self.windows = report, windows
+        what = ", ".join(f"{name} {value:g}" for name, value in report.items() if name != "step")
+        super().__init__(
+            f"Training has diverged at step {report['step']}: {what}. Try a lower "
+            "--optimizer.learning-rate, or --optimizer.clip-norm 1; or --training.on-nonfinite "
+            "skip, if only a few batches are to blame."
+        )
+
+
+def fit(
+    config: Config,
+    model: GPT,
+    split: Split,
+    *,
+    resume: Checkpoint | None = None,
+    pause: Callable[[], bool] = lambda: False,
+) -> Iterator[Progress]:
+    """Train a copy of `model` as `config` says, in an iterator that yields at every line of
+    metrics: every `steps_per_dispatch` steps, and at evaluations.
+
+    The batch is spread over all of JAX's devices, each of which holds all parameters. Everything is
+    compiled before this returns.
+
+    **Arguments:**
+
+    - `resume`: where to go on from; `model` then gives only the shapes.
+    - `pause`: asked between dispatches; yields there, too, where it says so.
 
     **Raises:** `UserError`, at once if the text is too short, is not in the model's vocabulary or
-    the devices cannot share a batch; later if the loss stops being a number.
+    the devices cannot share a batch; `DivergenceError`, later, at a loss or gradient that is not
+    finite.
     """
+    start = time.perf_counter()
     training = config.training
     context = config.model.context_length
     largest = int(max(split.train.max(initial=0), split.validation.max(initial=0)))
@@ -82,51 +127,94 @@ def fit(config: Config, model: GPT, split: Split) -> Iterator[Progress]:
     optimizer = make_optimizer(config.optimizer, training.steps, model, axis_name="data")
     schedule = make_schedule(config.optimizer, training.steps)
     train_steps = make_train_steps(training, optimizer, mesh)
-    per_dispatch = min(training.steps_per_dispatch, training.steps)
+    per_line = training.steps_per_dispatch
+    capacity = min(per_line, training.steps)
     tokens_per_step = training.batch_size * context
+    skips = training.on_nonfinite == "skip"
+
+    def rate(step: int) -> float:
+        return config.optimizer.learning_rate * float(schedule(step))
 
     def dispatch(state: TrainState, step: int, count: int) -> tuple[TrainState, StepMetrics]:
-        windows = np.zeros((per_dispatch, training.batch_size, context + 1), np.int32)
+        windows = np.zeros((capacity, training.batch_size, context + 1), np.int32)
         for i in range(count):
             windows[i] = batches(step + i)
         return train_steps(state, jax.device_put(windows, by_row), count)
 
-    def loop() -> Iterator[Progress]:
-        start = time.perf_counter()
-        # A copy, because a dispatch reuses the memory of its state, and the model is the caller's.
-        copy = jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, model)
-        state = eqx.filter_shard(init_state(copy, optimizer), everywhere)
-        # No steps: compiles, so that the speeds below are those of steps.
-        state, _ = dispatch(state, 0, 0)
-        step, step_seconds = 0, 0.0
+    # A copy, because a dispatch reuses the memory of its state, and the model is the caller's.
+    copy = jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, model)
+    state = init_state(copy, optimizer)
+    if resume is not None:
+        state = resume.load(state)
+    state = eqx.filter_shard(state, everywhere)
+    # No steps: compiles, so that the speeds below are those of steps.
+    state, _ = dispatch(state, 0, 0)
+
+    def loop(state: TrainState, at: Position) -> Iterator[Progress]:
+        step, losses, skipped = at.step, list(at.losses), at.skipped
+        step_seconds, earlier = at.step_seconds, at.seconds
+        per_dispatch = 1
         while step < training.steps:
-            until_look = training.eval_every - step % training.eval_every
-            count = min(per_dispatch, until_look, training.steps - step)
+            # Lines end at the same steps wherever a run was stopped and went on.
+            since_look = step % training.eval_every
+            line_ends = min(
+                step
+                - since_look
+                + min((since_look // per_line + 1) * per_line, training.eval_every),
+                training.steps,
+            )
+            count = min(per_dispatch, line_ends - step)
             began = time.perf_counter()
             state, metrics = dispatch(state, step, count)
-            losses = np.asarray(metrics.loss)[:count]
+            new_losses = np.asarray(metrics.loss)[:count]
+            norms = np.asarray(metrics.grad_norm)[:count]
             took = time.perf_counter() - began
             step_seconds += took
-            _check_finite(losses, step, config)
+            per_dispatch = max(1, min(per_line, int(SECONDS_PER_DISPATCH * count / took)))
+
+            finite = np.asarray(metrics.finite)[:count]
+            if not skips and not finite.all():
+                bad = int(np.argmin(finite))
+                report = {
+                    "step": step + bad + 1,
+                    "loss": float(new_losses[bad]),
+                    "grad_norm": float(norms[bad]),
+                    "learning_rate": rate(step + bad),
+                }
+                raise DivergenceError(report, batches(step + bad))
+            losses += new_losses[finite].tolist()
+            skipped += int(count - finite.sum())
             step += count
+            last_rate = rate(max(0, step - skipped - 1))  # only updates count for the schedule
+
+            ends_line = step == line_ends
             look = step % training.eval_every == 0 or step == training.steps
             val_loss = evaluate(state.model) if look else None
-            if val_loss is not None:
-                _check_finite(np.array([val_loss]), step - 1, config)
-            yield Progress(
-                state=state,
-                step=step,
-                tokens=step * tokens_per_step,
-                train_loss=float(losses.mean()),
-                val_loss=val_loss,
-                learning_rate=config.optimizer.learning_rate * float(schedule(step - 1)),
-                grad_norm=float(metrics.grad_norm[count - 1]),
-                tokens_per_second=count * tokens_per_step / took,
-                step_seconds=step_seconds,
-                seconds=time.perf_counter() - start,
-            )
+            if val_loss is not None and not math.isfinite(val_loss):
+                report = {"step": step, "val_loss": val_loss, "learning_rate": last_rate}
+                raise DivergenceError(report, None)
+            if ends_line or pause():
+                seconds = earlier + time.perf_counter() - start
+                pending = () if ends_line else tuple(losses)
+                yield Progress(
+                    state=state,
+                    position=Position(step, pending, skipped, step_seconds, seconds),
+                    step=step,
+                    tokens=step * tokens_per_step,
+                    train_loss=float(np.mean(losses)) if losses else None,
+                    val_loss=val_loss,
+                    learning_rate=last_rate,
+                    grad_norm=float(norms[-1]) if math.isfinite(norms[-1]) else None,
+                    skipped=skipped if skips else None,
+                    tokens_per_second=count * tokens_per_step / took,
+                    step_seconds=step_seconds,
+                    seconds=seconds,
+                    ends_line=ends_line,
+                )
+            if ends_line:
+                losses = []
 
-    return loop()
+    return loop(state, resume.record.position if resume else Position())
 
 
 def data_mesh(rows: int) -> Mesh:
@@ -141,14 +229,3 @@ def data_mesh(rows: int) -> Mesh:
             f"devices that share it, got {rows}."
         )
     return jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,))
-
-
-def _check_finite(losses: np.ndarray, step: int, config: Config) -> None:
-    if math.isfinite(losses.sum()):
-        return
-    bad = int(np.argmin(np.isfinite(losses)))
-    raise UserError(
-        f"The loss became {losses[bad]} at step {step + bad + 1}: training has diverged. Try a "
-        f"--optimizer.learning-rate below {config.optimizer.learning_rate:g}, or "
-        "--optimizer.clip-norm 1."
-    )

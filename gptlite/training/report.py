@@ -1,6 +1,7 @@
 """What a person sees of a run: a progress bar or plain lines, and the picture of the curves."""
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -15,12 +16,14 @@ SECONDS_BETWEEN_LINES = 10.0
 class Display:
     """A progress bar where standard output is a terminal, plain lines where it is not."""
 
-    def __init__(self, steps: int):
+    def __init__(self, steps: int, done: int = 0):
+        """`done`: the step that the run goes on from."""
         self._steps = steps
         self._bar = tqdm(
             total=steps,
+            initial=done,
             unit="step",
-            desc="compiling",
+            desc="training",
             file=sys.stdout,
             disable=not sys.stdout.isatty(),
             dynamic_ncols=True,
@@ -30,10 +33,11 @@ class Display:
     def update(self, progress: Progress, sample: str = "") -> None:
         """Show where the run is, and at an evaluation its loss and `sample`."""
         left = progress.seconds / progress.step * (self._steps - progress.step)
-        line = (
-            f"step {progress.step:>{len(str(self._steps))}}/{self._steps}  "
-            f"loss {progress.train_loss:.4f}  {progress.tokens_per_second:,.0f} tokens/s"
-        )
+        loss = "none" if progress.train_loss is None else f"{progress.train_loss:.4f}"
+        state = f"loss {loss}  {progress.tokens_per_second:,.0f} tokens/s"
+        if progress.skipped:
+            state += f"  {progress.skipped} updates skipped"
+        line = f"step {progress.step:>{len(str(self._steps))}}/{self._steps}  {state}"
         if progress.val_loss is not None:
             self.say(f"{line}  validation loss {progress.val_loss:.4f}")
             for text in sample.split("\n") if sample else ():
@@ -43,11 +47,7 @@ class Display:
         elif self._bar.disable and progress.seconds - self._last_line > SECONDS_BETWEEN_LINES:
             self.say(f"{line}  {left:.0f} s left")
             self._last_line = progress.seconds
-        self._bar.set_description("training", refresh=False)
-        self._bar.set_postfix_str(
-            f"loss {progress.train_loss:.4f}, {progress.tokens_per_second:,.0f} tokens/s",
-            refresh=False,
-        )
+        self._bar.set_postfix_str(state, refresh=False)
         self._bar.update(progress.step - self._bar.n)
 
     def say(self, line: str) -> None:
@@ -55,7 +55,10 @@ class Display:
         tqdm.write(line, file=sys.stdout)
         sys.stdout.flush()
 
-    def close(self) -> None:
+    def __enter__(self) -> "Display":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Take the bar away."""
         self._bar.leave = False
         self._bar.close()
@@ -72,7 +75,8 @@ def plot_losses(metrics: Path, picture: Path) -> None:
     axes = figure.subplots()
     axes.plot(
         [record["step"] for record in records],
-        [record["train_loss"] for record in records],
+        # NaN, a gap in the line, where every update was skipped.
+        [record["train_loss"] or math.nan for record in records],
         label="training",
         linewidth=1,
     )

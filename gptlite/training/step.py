@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from gptlite.config import TrainingConfig
 from gptlite.models.gpt import GPT
@@ -27,8 +27,10 @@ class TrainState(eqx.Module):
 class StepMetrics(eqx.Module):
     """What each step of a dispatch reports."""
 
-    loss: Float[Array, " steps"]
-    grad_norm: Float[Array, " steps"]
+    loss: Float[Array, "*steps"]
+    grad_norm: Float[Array, "*steps"]
+    finite: Bool[Array, "*steps"]
+    """Whether loss and gradient were; with `on_nonfinite` skip, whether the update was made."""
 
 
 TrainSteps = Callable[[TrainState, Array, int], tuple[TrainState, StepMetrics]]
@@ -54,7 +56,7 @@ def make_train_steps(
     is the mean of their gradients (and Muon's share of work).
     """
 
-    def step(state: TrainState, batch: Array, seed: Array) -> tuple[TrainState, Array, Array]:
+    def step(state: TrainState, batch: Array, seed: Array) -> tuple[TrainState, StepMetrics]:
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         key = jax.random.fold_in(key, lax.axis_index("data"))
         loss, grads = lax.pmean(loss_and_grads(state.model, batch, config, key=key), "data")
@@ -62,8 +64,19 @@ def make_train_steps(
             grads, state.optimizer_state, eqx.filter(state.model, eqx.is_inexact_array)
         )
         model = eqx.apply_updates(state.model, updates)
-        state = TrainState(model, optimizer_state, state.step + 1)
-        return state, loss, optax.tree.norm(grads)
+        grad_norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        if config.on_nonfinite == "skip":
+            finite &= jnp.isfinite(optax.tree.norm(updates))
+            model, optimizer_state = jax.tree.map(
+                lambda new, old: jnp.where(finite, new, old) if eqx.is_array(new) else new,
+                (model, optimizer_state),
+                (state.model, state.optimizer_state),
+            )
+        return (
+            TrainState(model, optimizer_state, state.step + 1),
+            StepMetrics(loss, grad_norm, finite),
+        )
 
     @eqx.filter_jit(donate="all")
     def train_steps(
@@ -77,15 +90,13 @@ def make_train_steps(
         def on_device(arrays, batches, count, seed):
             def body(i, carry):
                 arrays, metrics = carry
-                state, loss, grad_norm = step(eqx.combine(arrays, static), batches[i], seed)
-                metrics = StepMetrics(
-                    loss=metrics.loss.at[i].set(loss),
-                    grad_norm=metrics.grad_norm.at[i].set(grad_norm),
-                )
+                state, new = step(eqx.combine(arrays, static), batches[i], seed)
+                metrics = jax.tree.map(lambda seen, now: seen.at[i].set(now), metrics, new)
                 return eqx.filter(state, eqx.is_array), metrics
 
             blank = jnp.zeros(batches.shape[0])
-            return lax.fori_loop(0, count, body, (arrays, StepMetrics(blank, blank)))
+            metrics = StepMetrics(blank, blank, blank == 0)
+            return lax.fori_loop(0, count, body, (arrays, metrics))
 
         everywhere = PartitionSpec()
         arrays, metrics = jax.shard_map(

@@ -1,5 +1,3 @@
-import json
-
 import numpy as np
 import pytest
 import tiktoken
@@ -7,13 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gptlite.config import UserError
+from gptlite.files import json_from_bytes, json_to_bytes
 from gptlite.text.tokenizer import (
     ByteTokenizer,
     TiktokenTokenizer,
     decode,
     make_tokenizer,
     tokenizer_from_json,
-    tokenizer_to_text,
 )
 
 
@@ -55,7 +53,7 @@ def test_tiktoken_round_trips(text):
     ids=["char", "byte", "tiktoken"],
 )
 def test_a_tokenizer_survives_json(tokenizer):
-    again = tokenizer_from_json(json.loads(tokenizer_to_text(tokenizer)))
+    again = tokenizer_from_json(json_from_bytes(json_to_bytes(tokenizer.to_json())))
     assert type(again) is type(tokenizer)
     assert again.vocab_size == tokenizer.vocab_size
     text = "a🙂é\na"

@@ -12,9 +12,9 @@ from conftest import ROOT, TEXT, TINY
 
 from gptlite.config import Config, OptimizerConfig, TrainingConfig, UserError
 from gptlite.models.gpt import GPT
-from gptlite.text.batches import split_corpus
+from gptlite.text.batches import Batches, split_corpus
 from gptlite.text.tokenizer import make_tokenizer
-from gptlite.training.loop import fit
+from gptlite.training.loop import DivergenceError, fit
 
 TOKENIZER = make_tokenizer("char", TEXT)
 SPLIT = split_corpus(TEXT, TOKENIZER)
@@ -97,22 +97,67 @@ def test_the_callers_model_is_left_alone():
         np.testing.assert_array_equal(a, b)
 
 
-def test_a_loss_that_is_no_number_ends_the_run_with_advice():
-    # A learning rate that takes the parameters to infinity, where their differences are NaN.
-    optimizer = OptimizerConfig(name="adamw", learning_rate=1e38, schedule="constant")
-    with pytest.raises(UserError, match=r"became nan at step [2-9]\b.*learning-rate below 1e\+38"):
-        run(dataclasses.replace(CONFIG, optimizer=optimizer))
+# A learning rate that takes the parameters to infinity, where their differences are NaN.
+EXPLODING = OptimizerConfig(
+    name="adamw", learning_rate=1e38, schedule="constant", warmup_fraction=0.0
+)
+
+
+def test_a_loss_that_is_no_number_ends_the_run_with_the_batch_and_advice():
+    with pytest.raises(DivergenceError, match=r"diverged at step 2: loss nan, grad_norm nan") as e:
+        run(dataclasses.replace(CONFIG, optimizer=EXPLODING))
+    assert e.value.report["learning_rate"] == pytest.approx(1e38)
+    batches = Batches(SPLIT.train, 8, 12, CONFIG.training.seed)
+    np.testing.assert_array_equal(e.value.windows, batches(1))
+
+
+def test_updates_that_are_not_finite_can_be_skipped_and_are_counted():
+    training = dataclasses.replace(CONFIG.training, on_nonfinite="skip")
+    optimizer = dataclasses.replace(EXPLODING, learning_rate=1e10)
+    records, arrays = run(dataclasses.replace(CONFIG, optimizer=optimizer, training=training))
+    assert all(np.isfinite(array).all() for array in arrays)
+    # The parameters get too large for finite gradients within the first steps, and stay so.
+    made = 10 - records[0]["skipped"]
+    assert 0 < made < 10
+    assert [record["skipped"] for record in records] == [s - made for s in (10, 20, 25, 35, 45)]
+    assert records[0]["train_loss"] > 0
+    assert records[1]["train_loss"] is None
+    # Here the updates themselves are too large to be measured: none is made.
+    nothing = dataclasses.replace(CONFIG, optimizer=EXPLODING, training=training)
+    *_, last = fit(nothing, new_model(), SPLIT)
+    assert last.skipped == 45
+    assert eqx.tree_equal(last.model, new_model())
+
+
+def test_skipping_changes_nothing_where_all_is_finite(finished):
+    training = dataclasses.replace(CONFIG.training, on_nonfinite="skip")
+    records, arrays = run(dataclasses.replace(CONFIG, training=training))
+    assert [record["skipped"] for record in records] == [0] * 5
+    for a, b in zip(arrays, finished[1], strict=True):
+        # Another program, which may round otherwise.
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
 
 
 def test_a_validation_loss_that_is_no_number_is_not_taken_for_the_best():
     """The last update ruins the weights after the last training loss was computed."""
-    optimizer = OptimizerConfig(
-        name="adamw", learning_rate=1e38, schedule="constant", warmup_fraction=0.0
-    )
     training = dataclasses.replace(CONFIG.training, steps=1)
-    config = dataclasses.replace(CONFIG, optimizer=optimizer, training=training)
-    with pytest.raises(UserError, match="became nan at step 1"):
+    config = dataclasses.replace(CONFIG, optimizer=EXPLODING, training=training)
+    with pytest.raises(DivergenceError, match=r"at step 1: val_loss nan"):
         run(config)
+
+
+def test_pauses_change_nothing(finished):
+    """Neither the numbers, nor the lines of metrics, however the steps are dispatched."""
+    paused = []
+    for progress in fit(CONFIG, new_model(), SPLIT, pause=lambda: True):
+        paused.append(progress)
+    lines = [progress.record() for progress in paused if progress.ends_line]
+    times = ("tokens_per_second", "step_seconds", "seconds")
+    for a, b in zip(lines, finished[0], strict=True):
+        assert {k: a[k] for k in a if k not in times} == {k: b[k] for k in b if k not in times}
+    assert len(paused) > len(lines)
+    first = paused[0]
+    assert (first.step, first.ends_line, len(first.position.losses)) == (1, False, 1)
 
 
 def test_a_model_of_another_vocabulary_is_refused():

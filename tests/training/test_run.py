@@ -1,33 +1,47 @@
+"""Reading runs and weights: what is whole is read, what is damaged is named."""
+
 import json
-from typing import Any
+import os
+from pathlib import Path
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
 from conftest import TEXT, TINY
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gptlite.config import Config, UserError, load_config
+from gptlite.config import Config, UserError, load_config, save_config
+from gptlite.files import json_to_bytes
 from gptlite.models.gpt import GPT
+from gptlite.runs import newest_run
 from gptlite.text.tokenizer import make_tokenizer
-from gptlite.training.run import RunFolder, load_run, newest_run, weights_to_bytes
+from gptlite.training.run import load_run
+from gptlite.training.weights import load_weights, named_arrays, weights_step, weights_to_bytes
 
 TOKENIZER = make_tokenizer("char", TEXT)
 CONFIG = Config(model=TINY)
 MODEL = eqx.filter_jit(GPT)(TINY, TOKENIZER.vocab_size, key=jax.random.key(0))
+WEIGHTS = weights_to_bytes(named_arrays(MODEL), 7)
+
+
+def write_run(path: Path) -> Path:
+    path.mkdir(parents=True)
+    save_config(CONFIG, path / "config.json")
+    (path / "tokenizer.json").write_bytes(json_to_bytes(TOKENIZER.to_json()))
+    (path / "best.safetensors").write_bytes(WEIGHTS)
+    return path
 
 
 @pytest.fixture
-def run(tmp_path) -> RunFolder:
-    folder = RunFolder.create(tmp_path / "runs" / "one", CONFIG, TOKENIZER)
-    folder.save_weights(MODEL, best=True)
-    return folder
+def run(tmp_path) -> Path:
+    return write_run(tmp_path / "runs" / "one")
 
 
 def test_what_was_saved_is_loaded(run):
-    loaded = load_run(run.path)
+    loaded = load_run(run)
     assert loaded.config == CONFIG
     assert loaded.tokenizer.encode(TEXT).tolist() == TOKENIZER.encode(TEXT).tolist()
     saved, again = (jax.tree.leaves(eqx.filter(m, eqx.is_array)) for m in (MODEL, loaded.model))
@@ -37,9 +51,9 @@ def test_what_was_saved_is_loaded(run):
 
 
 def test_a_config_from_before_earlier_tokens_were_embedded_has_none(run):
-    path = run.path / "config.json"
+    path = run / "config.json"
     sections = json.loads(path.read_text())
-    del sections["model"]["embed_previous"]
+    del sections["model"]["embed_previous"], sections["sha256"]
     path.write_text(json.dumps(sections))
     assert load_config(path).model.embed_previous == 0
     path.write_text(json.dumps(sections | {"model": []}))
@@ -48,7 +62,7 @@ def test_a_config_from_before_earlier_tokens_were_embedded_has_none(run):
 
 
 def test_names_and_layouts_are_those_of_the_readme():
-    arrays = safetensors.numpy.load(weights_to_bytes(MODEL))
+    arrays = safetensors.numpy.load(WEIGHTS)
     assert {name: array.shape for name, array in arrays.items()} == {
         "embedding.weight": (TOKENIZER.vocab_size, 16),
         "previous.0.weight": (TOKENIZER.vocab_size, 16),
@@ -64,35 +78,6 @@ def test_names_and_layouts_are_those_of_the_readme():
         "norm.weight": (16,),
         "head.weight": (TOKENIZER.vocab_size, 16),
     }
-
-
-def test_best_stays_when_last_moves_on(run):
-    later = eqx.tree_at(lambda model: model.norm.weight, MODEL, jnp.full(16, 2.0))
-    run.save_weights(later, best=False)
-
-    def gain(which):
-        model: Any = load_run(run.path, which).model
-        return float(model.norm.weight[0])
-
-    assert gain("best") == 1.0
-    assert gain("last") == 2.0
-
-
-def test_a_run_is_not_overwritten_unasked(run):
-    before = {path.name: path.read_bytes() for path in run.path.iterdir()}
-    with pytest.raises(UserError, match="--overwrite"):
-        RunFolder.create(run.path, CONFIG, TOKENIZER)
-    assert {path.name: path.read_bytes() for path in run.path.iterdir()} == before
-    RunFolder.create(run.path, CONFIG, TOKENIZER, overwrite=True)
-    assert not (run.path / "best.safetensors").exists()
-
-
-def test_what_is_no_run_is_not_overwritten_even_when_asked(tmp_path):
-    (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis" / "chapter.txt").write_text("mine")
-    with pytest.raises(UserError, match="not a run"):
-        RunFolder.create(tmp_path / "thesis", CONFIG, TOKENIZER, overwrite=True)
-    assert (tmp_path / "thesis" / "chapter.txt").read_text() == "mine"
 
 
 def rewrite(path, change):
@@ -126,37 +111,57 @@ def rewrite(path, change):
             lambda p: (p / "config.json").write_text(
                 (p / "config.json").read_text().replace('"n_heads": 2', '"n_heads": 3')
             ),
-            "multiple of model.n_heads",
+            "checksum does not match",
+        ),
+        (
+            lambda p: (p / "config.json").write_text("[" * 100_000),
+            "nested too deeply",
         ),
         (lambda p: (p / "tokenizer.json").write_text("{"), "cannot be read"),
-        (lambda p: (p / "tokenizer.json").write_text("[]"), "not a tokenizer"),
+        (lambda p: (p / "tokenizer.json").write_text("[]"), "no JSON object"),
+        (
+            lambda p: (p / "tokenizer.json").write_text('{"kind": "byte", "x": 1}'),
+            "not a tokenizer",
+        ),
     ],
 )
 def test_a_damaged_run_is_refused_by_name(run, damage, words):
-    damage(run.path)
+    damage(run)
     with pytest.raises(UserError, match=words):
-        load_run(run.path)
-
-
-def test_metrics_are_one_object_a_line(run):
-    run.log({"step": 1})
-    run.log({"step": 2, "val_loss": 1.5})
-    lines = (run.path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == [{"step": 1}, {"step": 2, "val_loss": 1.5}]
+        load_run(run)
 
 
 def test_the_newest_run_is_the_one_saved_last(run, tmp_path):
-    import os
-
-    other = RunFolder.create(tmp_path / "runs" / "two", CONFIG, TOKENIZER)
-    assert newest_run(tmp_path / "runs") == run.path  # the other has no weights yet
-    other.save_weights(MODEL, best=True)
-    os.utime(other.path / "best.safetensors", (1, 1))
-    assert newest_run(tmp_path / "runs") == run.path
-    os.utime(run.path / "best.safetensors", (0, 0))
-    assert newest_run(tmp_path / "runs") == other.path
+    other = write_run(tmp_path / "runs" / "two")
+    os.utime(run / "best.safetensors", (1, 1))
+    assert newest_run(tmp_path / "runs") == other
+    os.utime(other / "best.safetensors", (0, 0))
+    assert newest_run(tmp_path / "runs") == run
+    (run / "best.safetensors").unlink()
+    assert newest_run(tmp_path / "runs") == other
 
 
 def test_no_run_yet_says_what_to_do(tmp_path):
     with pytest.raises(UserError, match=r"run `python train\.py` first"):
         newest_run(tmp_path)
+
+
+@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_no_flipped_bit_of_the_weights_goes_unnoticed(place, bit, tmp_path_factory):
+    damaged = bytearray(WEIGHTS)
+    damaged[int(place * len(damaged))] ^= 1 << bit
+    path = tmp_path_factory.mktemp("weights") / "best.safetensors"
+    path.write_bytes(damaged)
+    with pytest.raises(UserError, match=r"best\.safetensors"):
+        load_weights(path, MODEL)
+    assert weights_step(path) is None
+
+
+def test_weights_know_their_step_and_those_of_other_programs_are_read(tmp_path):
+    (tmp_path / "ours").write_bytes(WEIGHTS)
+    assert weights_step(tmp_path / "ours") == 7
+    assert weights_step(tmp_path / "absent") is None
+    (tmp_path / "theirs").write_bytes(safetensors.numpy.save(named_arrays(MODEL)))
+    loaded = load_weights(tmp_path / "theirs", MODEL)
+    assert eqx.tree_equal(loaded, MODEL)
+    assert weights_step(tmp_path / "theirs") is None

@@ -1,0 +1,62 @@
+"""Where runs lie: finding one, and a place for a new one."""
+
+import os
+from pathlib import Path
+
+from gptlite.config import UserError
+
+RUNS_FOLDER = Path("runs")
+
+
+def new_run(name: str) -> Path:
+    """The folder for a run of that name.
+
+    **Raises:** `UserError` if it is no name for a folder.
+    """
+    if name in ("", ".", "..") or name != Path(name).name:
+        raise UserError(f"--run takes a name for the folder in {RUNS_FOLDER}/, got {name!r}.")
+    return RUNS_FOLDER / name
+
+
+def check_free(path: Path, *, overwrite: bool) -> None:
+    """**Raises:** `UserError` if a new run may not be put at `path`."""
+    try:
+        exists = path.exists()
+    except OSError as error:  # a name that is too long to be one
+        raise UserError(f"A run cannot be named {path.name!r}: {error.strerror}.") from error
+    if not exists:
+        return
+    if not overwrite:
+        raise UserError(
+            f"There is a run at {path} already: choose another name with --run, or replace it "
+            "with --overwrite."
+        )
+    if not (path / "config.json").is_file():
+        raise UserError(f"{path} is not a run (it has no config.json), so it is not overwritten.")
+
+
+def find_run(name: str | None) -> Path:
+    """The folder of the run with that path, or that name in `runs/`; of the newest one for None.
+
+    **Raises:** `UserError` if there is none.
+    """
+    if name is None:
+        return newest_run()
+    for path in (Path(name), RUNS_FOLDER / name):
+        if os.path.isfile(path / "config.json"):
+            return path
+    raise UserError(f"{name} is not a run: neither it nor {RUNS_FOLDER / name} has a config.json.")
+
+
+def newest_run(folder: Path = RUNS_FOLDER) -> Path:
+    """The run in `folder` that last had a best evaluation.
+
+    **Raises:** `UserError` if there is none with weights.
+    """
+    weights = [path for path in folder.glob("*/best.safetensors") if path.is_file()]
+    if not weights:
+        raise UserError(
+            f"There is no trained model in {folder}/ yet: run `python train.py` first, or name "
+            "one with --run."
+        )
+    return max(weights, key=lambda path: path.stat().st_mtime).parent

@@ -1,0 +1,156 @@
+"""Kill a run at random moments, most of them inside a save, and go on with it, again and again;
+then let it end, and compare it with a run that nothing happened to.
+
+    python tests/soak/kill_loop.py --kills 60
+
+The suite runs a short one (tests/test_resume.py).
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+# train.py, with a disk so slow that a save lasts half a second.
+SLOW = """
+import os, sys, time
+def slowed(function, seconds):
+    def slow(*args, **kwargs):
+        time.sleep(seconds / 2)
+        result = function(*args, **kwargs)
+        time.sleep(seconds / 2)
+        return result
+    return slow
+os.rename, os.replace = slowed(os.rename, 0.06), slowed(os.replace, 0.06)
+from gptlite.training import checkpoint
+checkpoint.sha256_of = slowed(checkpoint.sha256_of, 0.02)
+import train
+train.main()
+"""
+
+
+def start(words: list[str], folder: Path, *, slow: bool = False) -> subprocess.Popen:
+    """train.py in `folder`."""
+    program = ["-c", SLOW] if slow else [str(ROOT / "train.py")]
+    return subprocess.Popen(
+        [sys.executable, *program, *words],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+def run(words: list[str], folder: Path) -> str:
+    """What train.py says, which must end well."""
+    process = start(words, folder)
+    said, _ = process.communicate()
+    assert process.returncode == 0, said
+    return said
+
+
+def settings(steps: int) -> list[str]:
+    """A tiny run's, that saves whenever it can."""
+    return (
+        "--data.corpus text.txt --model.n-layers 1 --model.n-heads 2 --model.d-model 16 "
+        "--model.context-length 16 --training.batch-size 4 --training.steps-per-dispatch 8 "
+        f"--training.steps {steps} --training.eval-every 36 --training.sample-tokens 0 "
+        "--training.save-seconds 0"
+    ).split()
+
+
+def kill_loop(folder: Path, kills: int, steps: int, seed: int = 0) -> dict[str, int]:
+    """Counts of what was killed when. The runs are `whole` and `killed` in `folder`/runs."""
+    from conftest import TEXT
+
+    from gptlite.training.checkpoint import MANIFEST, list_steps
+
+    chance = random.Random(seed)
+    (folder / "text.txt").write_text(TEXT)
+    run([*settings(steps), "--run", "whole"], folder)
+    path = folder / "runs" / "killed"
+    counts = {"inside a save": 0, "between saves": 0, "before the first save": 0, "too late": 0}
+    for kill in range(kills):
+        resumable = any(path.glob("checkpoints/*/manifest.json"))
+        words = ["--resume", "runs/killed"] if resumable else [*settings(steps), "--overwrite"]
+        process = start(words if resumable else [*words, "--run", "killed"], folder, slow=True)
+        assert process.stdout is not None
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if "run folder" in line:
+                break
+        time.sleep(chance.uniform(0.5, 3.5))
+        process.send_signal(signal.SIGKILL)
+        said += process.communicate()[0]
+        assert process.returncode in (-signal.SIGKILL, 0), "".join(said)
+        half = any(path.glob("checkpoints/*tmp*")) or any(path.glob(".*.part"))
+        half |= any(
+            not (path / "checkpoints" / str(step) / MANIFEST).exists()
+            for step in list_steps(path / "checkpoints")
+        )
+        if process.returncode == 0:
+            counts["too late"] += 1
+        elif half:
+            counts["inside a save"] += 1
+        elif any(path.glob("checkpoints/*/manifest.json")):
+            counts["between saves"] += 1
+        else:
+            counts["before the first save"] += 1
+        print(f"kill {kill + 1}/{kills}: {counts}", flush=True)
+    if not (path / "result.json").exists():
+        run(["--resume", "runs/killed"], folder)
+    return counts
+
+
+def compare(folder: Path) -> None:
+    """**Raises:** `AssertionError` if the two runs differ in anything but times."""
+    from gptlite.training.checkpoint import list_steps, read_checkpoint
+
+    whole, killed = folder / "runs" / "whole", folder / "runs" / "killed"
+    assert metrics(killed) == metrics(whole)
+    for name in ("best.safetensors", "last.safetensors"):
+        assert (killed / name).read_bytes() == (whole / name).read_bytes(), name
+    steps = [list_steps(path / "checkpoints")[0] for path in (whole, killed)]
+    assert steps[0] == steps[1]
+    a, b = (
+        read_checkpoint(path / "checkpoints" / str(steps[0])).arrays() for path in (whole, killed)
+    )
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].tobytes() == b[name].tobytes(), name
+
+
+def metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl, times aside."""
+    times = ("tokens_per_second", "step_seconds", "seconds")
+    records = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in record.items() if k not in times} for record in records]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        steps = 60 * arguments.kills
+        counts = kill_loop(Path(folder), arguments.kills, steps, arguments.seed)
+        compare(Path(folder))
+    print(f"{arguments.kills} kills of a run of {steps} steps: {counts}")
+    print("parameters, optimizer state, metrics and weights are those of an undisturbed run")
+
+
+if __name__ == "__main__":
+    main()

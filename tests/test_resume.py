@@ -1,0 +1,166 @@
+"""Stopping train.py in every way, and going on; faults of the disk."""
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import TEXT
+from soak.kill_loop import ROOT, compare, kill_loop, metrics, run, settings, start
+
+import train
+from gptlite.training.checkpoint import list_steps
+
+STEPS = 150
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A folder with two runs: `whole`, and `killed`, which was killed three times."""
+    folder = tmp_path_factory.mktemp("runs")
+    counts = kill_loop(folder, kills=3, steps=STEPS)
+    assert counts["too late"] < 3, counts
+    return folder
+
+
+def test_a_run_killed_at_random_ends_as_if_nothing_had_happened(place):
+    compare(place)
+
+
+def refusal(words: list[str], folder: Path, monkeypatch, capsys) -> str:
+    """What train.py says, in this process, when it refuses; and that it left all as it was."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    before = {path: path.read_bytes() for path in files}
+    with pytest.raises(SystemExit) as stop:
+        train.main()
+    error = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert stop.value.code == 2
+    assert "Traceback" not in error
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert {path: path.read_bytes() for path in files} == before
+    return error
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--training.seed", "1"], "training.seed (the run has 0, got 1)"),
+        (
+            ["--training.batch-size", "8", "--model.d-model", "32"],
+            "d_model (the run has 16, got 32)",
+        ),
+        (["--optimizer.learning-rate", "0.5"], "learning_rate (the run has 0.02, got 0.5)"),
+        (["--training.steps", "150"], "has done 150 steps; to extend it"),
+        (["--training.steps", "10"], "above that, got 10"),
+        (["--run", "other"], "leave --run out"),
+        (["--overwrite"], "leave --overwrite out"),
+        (["--data.corpus", "other.txt"], "other.txt is not the text that this run was trained on"),
+        (["--data.corpus", "absent.txt"], "no corpus absent.txt"),
+        (["--training.keep", "0"], "training.keep must be between 1"),
+    ],
+)
+def test_what_may_not_change_is_refused_by_name(place, words, said, monkeypatch, capsys):
+    (place / "other.txt").write_text(TEXT.replace("miller", "baker "))
+    words = [*words, "--resume", "runs/whole"]
+    if "150" not in words and "10" not in words:
+        words += ["--training.steps", "160"]
+    assert said in refusal(words, place, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--resume", "absent"], "absent is not a run"),
+        (["--resume", ""], "is not a run"),
+        (["quick", "--resume", "whole"], "leave the preset quick out"),
+        (["--resume"], "resume"),
+    ],
+)
+def test_what_cannot_be_resumed_is_named(place, words, said, monkeypatch, capsys):
+    assert said in refusal(words, place, monkeypatch, capsys)
+
+
+def test_a_run_is_extended_from_elsewhere_with_the_same_text(place, tmp_path):
+    (tmp_path / "moved.txt").write_text(TEXT)
+    words = ["--training.steps", "160", "--training.eval-every", "80", "--training.keep", "1"]
+    said = run(
+        ["--resume", str(place / "runs" / "killed"), "--data.corpus", "moved.txt", *words], tmp_path
+    )
+    assert "from step 150" in said
+    path = place / "runs" / "killed"
+    records = metrics(path)
+    assert records[: len(metrics(place / "runs" / "whole"))] == metrics(place / "runs" / "whole")
+    assert records[-1]["step"] == 160
+    assert json.loads((path / "result.json").read_text())["steps"] == 160
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_says_how_to_go_on(number, code, tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    words = [*settings(100_000), "--training.save-seconds", "1000", "--run", "one"]
+    process = start([*words, "--training.eval-every", "100000"], tmp_path)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "run folder" in line:
+            break
+    while not list(tmp_path.glob("runs/one/metrics.jsonl")):
+        assert process.poll() is None
+    process.send_signal(number)
+    said = process.stdout.read()
+    assert process.wait() == code
+    assert "Traceback" not in said
+    assert "python train.py --resume runs/one" in said
+    (step,) = list_steps(tmp_path / "runs" / "one" / "checkpoints")
+    assert f"stopped at step {step} of 100000" in said
+    assert (tmp_path / "runs" / "one" / "last.safetensors").exists()
+    assert list(tmp_path.glob("runs/.*")) == []  # the lock has been given back
+    # And what it said works.
+    said = run(["--resume", "runs/one", "--training.steps", str(step + 3)], tmp_path)
+    assert f"from step {step}" in said
+
+
+def test_a_full_disk_ends_the_run_and_loses_nothing(tmp_path):
+    """A limit on the size of files, which fails as a full disk does: in the middle of a write."""
+    (tmp_path / "text.txt").write_text(TEXT)
+    words = [*settings(40), "--run", "one"]
+    assert "best validation loss" in run(words, tmp_path)
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    process = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), "--resume", "one", "--training.steps", "100"],
+        cwd=tmp_path, capture_output=True, text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)),
+    )  # fmt: skip
+    assert process.returncode == 2, process.stderr
+    assert "Traceback" not in process.stderr
+    error, command = process.stderr.splitlines()
+    assert "cannot be written: File too large. To go on from step 40:" in error
+    assert command.strip() == "python train.py --resume runs/one"
+    kept = tmp_path / "runs" / "one" / "checkpoints" / "40"
+    assert all(p.read_bytes() == before[p] for p in kept.rglob("*") if p.is_file())
+    run(["--resume", "one", "--training.steps", "44"], tmp_path)
+
+
+def test_a_loss_that_is_not_finite_saves_the_batch_and_keeps_the_last_good_checkpoint(
+    tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "text.txt").write_text(TEXT)
+    monkeypatch.chdir(tmp_path)
+    words = "--optimizer.name adamw --optimizer.schedule linear --optimizer.learning-rate 1e25"
+    words = [*settings(100), *words.split(), "--run", "one"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    with pytest.raises(SystemExit) as stop:
+        train.main()
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    for word in ("diverged at step", "grad_norm", "learning_rate", "on-nonfinite skip"):
+        assert word in error
+    report = json.loads((tmp_path / "runs" / "one" / "nonfinite.json").read_text())
+    assert len(report["text"]) == 4
+    assert all(text in TEXT for text in report["text"])
+    for step in list_steps(tmp_path / "runs" / "one" / "checkpoints"):
+        assert step < report["step"]

@@ -1,0 +1,406 @@
+"""Run folders and their checkpoints: what is saved comes back, what is damaged is named."""
+
+import dataclasses
+import json
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from conftest import TEXT, TINY
+
+from gptlite.config import Config, TrainingConfig, UserError, load_config
+from gptlite.files import json_from_bytes, json_to_bytes
+from gptlite.models.gpt import GPT
+from gptlite.text.batches import split_corpus
+from gptlite.text.tokenizer import make_tokenizer
+from gptlite.training import loop
+from gptlite.training.checkpoint import MANIFEST, list_steps, read_checkpoint
+from gptlite.training.folder import RunFolder
+from gptlite.training.loop import fit
+from gptlite.training.run import load_run
+from gptlite.training.weights import named_arrays, weights_to_bytes
+
+TOKENIZER = make_tokenizer("char", TEXT)
+SPLIT = split_corpus(TEXT, TOKENIZER)
+CONFIG = Config(
+    model=dataclasses.replace(TINY, n_layers=1),
+    training=TrainingConfig(
+        steps=60, batch_size=4, steps_per_dispatch=5, eval_every=20, save_seconds=0.0
+    ),
+)
+MODEL = eqx.filter_jit(GPT)(CONFIG.model, TOKENIZER.vocab_size, key=jax.random.key(0))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_step_a_dispatch():
+    """So that a run can be stopped, and is saved, at any step."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "SECONDS_PER_DISPATCH", 0.0)
+        yield
+
+
+def train(run: RunFolder, config: Config = CONFIG, checkpoint=None, until: int = 60) -> dict:
+    """Train until a step; the arrays of the state then."""
+    fitting = fit(config, MODEL, SPLIT, resume=checkpoint, pause=run.save_is_due)
+    if checkpoint is None:
+        run.create(config, TOKENIZER, "the text's", overwrite=False)
+    else:
+        run.go_on(checkpoint, config)
+    arrays = {}
+    with run.being_trained(TOKENIZER):
+        for progress in fitting:
+            if progress.ends_line:
+                run.log(progress)
+            run.save(progress)
+            arrays = {name: x.copy() for name, x in named_arrays(progress.state).items()}
+            if progress.step >= until:
+                break
+    return arrays
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl, times aside."""
+    times = ("tokens_per_second", "step_seconds", "seconds")
+    records = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in record.items() if k not in times} for record in records]
+
+
+def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
+    return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> tuple[Path, dict[str, np.ndarray]]:
+    """A run that nothing happened to, and its last arrays."""
+    path = tmp_path_factory.mktemp("runs") / "whole"
+    with RunFolder(path) as run:
+        arrays = train(run)
+    return path, arrays
+
+
+@pytest.fixture
+def copied(finished, tmp_path) -> Path:
+    return Path(shutil.copytree(finished[0], tmp_path / "copy"))
+
+
+def test_what_was_saved_while_training_went_on_is_what_was_there(finished):
+    path, arrays = finished
+    assert list_steps(path / "checkpoints")[:2] == [60, 59]
+    assert same(read_checkpoint(path / "checkpoints" / "60").arrays(), arrays)
+    assert sum(name.startswith("optimizer_state") for name in arrays) > 10
+
+
+def test_the_last_ones_and_the_best_are_kept(finished):
+    path, _ = finished
+    evaluated = [line for line in lines(path) if "val_loss" in line]
+    best = min(evaluated, key=lambda line: line["val_loss"])
+    before = min(evaluated[:-1], key=lambda line: line["val_loss"])
+    # The best as seen from each of the last ones.
+    assert set(list_steps(path / "checkpoints")) == {60, 59, best["step"], before["step"]}
+    weights = {which: named_arrays(load_run(path, which).model) for which in ("best", "last")}
+    for which, step in (("best", best["step"]), ("last", 60)):
+        arrays = read_checkpoint(path / "checkpoints" / str(step)).arrays()
+        assert same(
+            weights[which],
+            {k.removeprefix("model."): v for k, v in arrays.items() if k.startswith("model.")},
+        )
+
+
+@pytest.mark.parametrize("steps", [(23,), (20, 41), (1, 2, 59)])
+def test_a_run_that_was_stopped_ends_as_if_it_had_not_been(finished, steps, tmp_path):
+    path, config = tmp_path / "cut", CONFIG
+    with RunFolder(path) as run:
+        train(run, until=steps[0])
+    arrays = {}
+    for until in (*steps[1:], 60):
+        with RunFolder(path) as run:
+            arrays = train(run, config, run.find_checkpoint(60), until)
+    assert same(arrays, finished[1])
+    assert lines(path) == lines(finished[0])
+    for name in ("best", "last"):
+        file = f"{name}.safetensors"
+        assert (path / file).read_bytes() == (finished[0] / file).read_bytes()
+
+
+def test_lines_after_the_checkpoint_are_taken_back(copied, finished):
+    shutil.rmtree(copied / "checkpoints" / "60")
+    shutil.rmtree(copied / "checkpoints" / "59")
+    with (copied / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 65, "half a li')
+    with RunFolder(copied) as run:
+        arrays = train(run, checkpoint=run.find_checkpoint(60))
+    assert same(arrays, finished[1])
+    assert lines(copied) == lines(finished[0])
+
+
+def test_a_finished_run_is_extended_and_nothing_else(copied, finished):
+    with RunFolder(copied) as run:
+        (copied / "result.json").write_text("{}")
+        with pytest.raises(UserError, match=r"has done 60 steps; .* above that, got 60"):
+            run.find_checkpoint(60)
+        with pytest.raises(UserError, match="got 40"):
+            run.find_checkpoint(40)
+        config = dataclasses.replace(
+            CONFIG, training=dataclasses.replace(CONFIG.training, steps=70)
+        )
+        train(run, config, run.find_checkpoint(70), 70)
+    assert [line["step"] for line in lines(copied)] == [*range(5, 75, 5)]
+    assert lines(copied)[:12] == lines(finished[0])
+    assert load_config(copied / "config.json") == config
+
+
+# -- damage ------------------------------------------------------------------------------------
+
+
+def look(path: Path, said: list[str]) -> tuple[int, dict[str, np.ndarray]]:
+    """What going on with the run would start from: its step and arrays."""
+    load_config(path / "config.json")
+    with RunFolder(path, say=said.append) as run:
+        checkpoint = run.find_checkpoint(1000)
+        return checkpoint.record.position.step, checkpoint.arrays()
+
+
+CASES_PER_FILE = 15
+
+
+def test_no_damage_goes_unnoticed(copied, finished):
+    """Every file that is read again, cut at random places and with a random bit flipped."""
+    chance = random.Random(0)
+    older = {
+        step: read_checkpoint(finished[0] / "checkpoints" / str(step)).arrays()
+        for step in list_steps(finished[0] / "checkpoints")
+    }
+    newest = copied / "checkpoints" / "60"
+    files = [path for path in newest.rglob("*") if path.is_file()]
+    files += [copied / name for name in ("config.json", "tokenizer.json", "metrics.jsonl")]
+    files += [copied / name for name in ("best.safetensors", "last.safetensors")]
+    cases = 0
+    for file in files:
+        whole = file.read_bytes()
+        for case in range(2 * CASES_PER_FILE):
+            damaged = bytearray(whole)
+            if case % 2:
+                damaged[chance.randrange(len(whole))] ^= 1 << chance.randrange(8)
+            else:
+                del damaged[chance.randrange(len(whole)) :]
+            file.write_bytes(damaged)
+            cases += 1
+            said: list[str] = []
+            if file.suffix == ".safetensors":
+                with pytest.raises(UserError, match=file.name):
+                    load_run(copied, "best" if "best" in file.name else "last")
+            elif file.name == "tokenizer.json":
+                with pytest.raises(UserError, match=r"tokenizer\.json"):
+                    load_run(copied)
+            elif file.name == "config.json":
+                with pytest.raises(UserError, match=r"config\.json"):
+                    look(copied, said)
+            else:
+                try:
+                    step, arrays = look(copied, said)
+                    assert step < 60
+                    assert same(arrays, older[step])
+                except UserError:  # no older checkpoint does without the damaged lines
+                    assert file.name == "metrics.jsonl"
+                name = str(file.relative_to(newest if file.is_relative_to(newest) else copied))
+                assert name in said[0] or (file.name == MANIFEST and not damaged)
+        file.write_bytes(whole)
+    assert cases >= 500
+    step, arrays = look(copied, [])
+    assert step == 60
+    assert same(arrays, finished[1])
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_made_anew(copied, finished):
+    (copied / "checkpoints" / "60" / "manifest.ocdbt").unlink()
+    with RunFolder(copied) as run:
+        arrays = train(run, checkpoint=run.find_checkpoint(60))
+    assert same(arrays, finished[1])
+    assert (copied / "checkpoints" / "damaged-60").is_dir()
+    assert list_steps(copied / "checkpoints") == list_steps(finished[0] / "checkpoints")
+
+
+@pytest.mark.parametrize("damage", ["missing", "damaged", "of another step"])
+def test_the_best_weights_come_back_from_their_checkpoint(copied, finished, damage):
+    best = copied / "best.safetensors"
+    if damage == "missing":
+        best.unlink()
+    elif damage == "damaged":
+        best.write_bytes(best.read_bytes()[:-1])
+    else:
+        arrays = read_checkpoint(copied / "checkpoints" / "59").arrays()
+        model = {k.removeprefix("model."): v for k, v in arrays.items() if k.startswith("model.")}
+        best.write_bytes(weights_to_bytes(model, 59))
+    with RunFolder(copied) as run:
+        run.go_on(run.find_checkpoint(60), CONFIG)
+    assert best.read_bytes() == (finished[0] / "best.safetensors").read_bytes()
+
+
+def test_a_run_without_a_whole_checkpoint_is_refused(copied):
+    for manifest in copied.glob(f"checkpoints/*/{MANIFEST}"):
+        manifest.unlink()
+    said = []
+    with pytest.raises(UserError, match=r"no checkpoint in .* that is undamaged"):
+        look(copied, said)
+    assert all("was not written to its end" in line for line in said)
+    shutil.rmtree(copied / "checkpoints")
+    with pytest.raises(UserError, match=r"no checkpoint in .* yet"):
+        look(copied, said)
+
+
+def test_a_file_too_many_is_damage(copied):
+    (copied / "checkpoints" / "60" / "_sharding").write_text("{}")
+    said = []
+    assert look(copied, said)[0] == 59
+    assert "_sharding does not belong to the checkpoint" in said[0]
+
+
+def test_metrics_may_be_deleted_to_begin_anew(copied):
+    (copied / "metrics.jsonl").unlink()
+    (copied / "checkpoints" / "60" / MANIFEST).unlink()
+    said = []
+    with RunFolder(copied, say=said.append) as run:
+        train(run, checkpoint=run.find_checkpoint(60))
+    assert any("metrics.jsonl is missing, and begins anew" in line for line in said)
+    assert [line["step"] for line in lines(copied)] == [60]
+
+
+# -- folders from others -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints", "checkpoints/60/d", "new"])
+def test_a_link_in_the_folder_is_refused(copied, name, tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "mine").write_text("mine")
+    path = copied / name
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    path.symlink_to(outside if "." not in name else outside / "mine")
+    with pytest.raises(UserError, match="is a link"):
+        look(copied, [])
+    assert [file.name for file in outside.iterdir()] == ["mine"]
+
+
+def reseal(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Put other arrays into a checkpoint, with checksums that are right."""
+    record = json_from_bytes((path / MANIFEST).read_bytes())["record"]
+    shutil.rmtree(path)
+    ocp.PyTreeCheckpointer().save(path.absolute(), arrays)
+    from gptlite.files import sha256_of
+
+    files = {
+        str(file.relative_to(path)): [file.stat().st_size, sha256_of(file)]
+        for file in path.rglob("*")
+        if file.is_file()
+    }
+    (path / MANIFEST).write_bytes(json_to_bytes({"files": files, "record": record}))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model.norm.weight": np.ones((4000, 4000), np.float32)}, r"norm.weight is .*4000"),
+        ({"model.norm.weight": np.ones(16, np.int32)}, r"norm.weight is .*int32"),
+        ({"model.extra": np.ones(1)}, r"extra is .* instead of missing"),
+    ],
+)
+def test_arrays_of_another_config_are_refused_before_they_are_read(
+    copied, finished, change, words, monkeypatch
+):
+    reseal(copied / "checkpoints" / "60", finished[1] | change)
+    checkpoint = read_checkpoint(copied / "checkpoints" / "60")
+    monkeypatch.setattr(ocp.PyTreeCheckpointer, "restore", None)
+    with pytest.raises(UserError, match=words):
+        fit(CONFIG, MODEL, SPLIT, resume=checkpoint)
+
+
+@pytest.mark.parametrize(
+    "record", [{}, [], {"position": 3}, {"position": {}, "best": 3}, {"position": {"x": 1}}]
+)
+def test_a_manifest_of_something_else_is_refused(copied, record):
+    path = copied / "checkpoints" / "60" / MANIFEST
+    files = json_from_bytes(path.read_bytes())["files"]
+    path.write_bytes(json_to_bytes({"files": files, "record": record}))
+    with pytest.raises(UserError, match=r"manifest\.json is damaged"):
+        read_checkpoint(path.parent)
+
+
+# -- locks, and folders that cannot be written -----------------------------------------------------
+
+
+def test_a_second_process_is_refused_with_the_firsts_id(copied):
+    program = (
+        "import sys, time\nfrom pathlib import Path\n"
+        "from gptlite.training.folder import RunFolder\n"
+        "run = RunFolder(Path(sys.argv[1])); run.lock(); print('locked', flush=True)\n"
+        "time.sleep(60)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", program, copied], stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    before = sorted(copied.rglob("*"))
+    said = []
+    with RunFolder(copied, say=said.append) as run:
+        with pytest.raises(UserError, match=f"being trained by process {holder.pid}"):
+            run.find_checkpoint(1000)
+        with pytest.raises(UserError, match=f"being trained by process {holder.pid}"):
+            run.create(CONFIG, TOKENIZER, "", overwrite=True)
+    assert sorted(copied.rglob("*")) == before
+    holder.kill()
+    holder.wait()
+    assert look(copied, said)[0] == 60
+    assert said == [f"took over the lock of process {holder.pid}, which is gone"]
+    assert list(copied.parent.glob(".*lock*")) == []
+
+
+def test_a_run_is_not_overwritten_unasked(copied):
+    before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
+    with RunFolder(copied) as run, pytest.raises(UserError, match="--overwrite"):
+        run.create(CONFIG, TOKENIZER, "", overwrite=False)
+    assert {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()} == before
+    with RunFolder(copied) as run:
+        run.create(CONFIG, TOKENIZER, "", overwrite=True)
+    assert sorted(path.name for path in copied.iterdir()) == ["config.json", "tokenizer.json"]
+
+
+def test_what_is_no_run_is_not_overwritten_even_when_asked(tmp_path):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.txt").write_text("mine")
+    with RunFolder(tmp_path / "thesis") as run, pytest.raises(UserError, match="not a run"):
+        run.create(CONFIG, TOKENIZER, "", overwrite=True)
+    assert (tmp_path / "thesis" / "chapter.txt").read_text() == "mine"
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "runs").write_text("not a folder")
+    with RunFolder(tmp_path / "runs" / "one") as run, pytest.raises(UserError, match="runs/one"):
+        run.create(CONFIG, TOKENIZER, "", overwrite=False)
+
+
+@pytest.mark.parametrize("when", ["logging", "saving"])
+def test_a_folder_that_is_deleted_under_the_run_ends_it(when, tmp_path):
+    path = tmp_path / "gone"
+
+    def train_on():
+        with RunFolder(path) as run:
+            fitting = fit(CONFIG, MODEL, SPLIT, pause=lambda: True)
+            run.create(CONFIG, TOKENIZER, "", overwrite=False)
+            with run.being_trained(TOKENIZER):
+                for progress in fitting:
+                    if progress.step > 6:
+                        shutil.rmtree(path, ignore_errors=True)
+                    if when == "logging" and progress.ends_line:
+                        run.log(progress)
+                    if when == "saving":
+                        run.save(progress)
+
+    with pytest.raises(UserError, match=r"gone was deleted while it was trained"):
+        train_on()
