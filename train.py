@@ -29,9 +29,9 @@ def train(arguments: TrainArguments) -> None:
     from gptlite.models.summary import count_parameters, summary
     from gptlite.runs import check_free, find_run, new_run
     from gptlite.runtime import set_up_jax
-    from gptlite.text.batches import split_corpus
     from gptlite.text.corpus import load_corpus
     from gptlite.text.tokenizer import decode, make_tokenizer
+    from gptlite.text.tokens import split_corpus
     from gptlite.training.evaluate import bits_per_byte
     from gptlite.training.folder import RunFolder
     from gptlite.training.loop import fit
@@ -58,11 +58,11 @@ def train(arguments: TrainArguments) -> None:
         corpus = load_corpus(arguments.config.data.corpus)
         config = resolve_corpus(arguments.config, corpus.name)
         if checkpoint is None:
-            tokenizer = make_tokenizer(config.data.tokenizer, corpus.text)
+            tokenizer = make_tokenizer(config.data.tokenizer, corpus.alphabet)
         else:
             checkpoint.require_same_text(corpus)
             tokenizer = load_tokenizer(path)
-        split = split_corpus(corpus.text, tokenizer)
+        split = split_corpus(corpus, tokenizer, config.data.validation_tokens)
         print(
             f"{corpus.name}: {len(split.train):,} tokens to train on, {len(split.validation):,} "
             f"to validate on, vocabulary {tokenizer.vocab_size:,}",
@@ -141,13 +141,14 @@ def train(arguments: TrainArguments) -> None:
                 "total_seconds": time.perf_counter() - start,
                 "tokens_per_second": last["tokens"] / last["step_seconds"],
                 "corpus": corpus.name,
-                "corpus_characters": len(corpus.text),
+                "corpus_characters": corpus.characters,
                 "corpus_sha256": corpus.sha256,
                 "seed": training.seed,
             }
         )
     # A prompt of characters that the tokenizer knows, for the command to type next.
-    first_word = (corpus.text.split() or [corpus.text])[0]
+    beginning = next(piece for piece in corpus.pieces() if piece)
+    first_word = (beginning.split() or [beginning])[0]
     prompt = "ROMEO:" if corpus.name == "shakespeare" else first_word[:8]
     command = ["python", "sample.py", "--run", str(path), f"--prompt={prompt}"]
     print(

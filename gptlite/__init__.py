@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from gptlite.generation.generate import generate
     from gptlite.models.gpt import GPT
     from gptlite.models.summary import summary
-    from gptlite.text.batches import split_corpus
     from gptlite.text.corpus import load_corpus
     from gptlite.text.tokenizer import make_tokenizer
+    from gptlite.text.tokens import split_corpus
     from gptlite.training.loop import fit
     from gptlite.training.run import load_run
 
@@ -43,7 +43,7 @@ _HOMES = {
     "load_corpus": "text.corpus",
     "load_run": "training.run",
     "make_tokenizer": "text.tokenizer",
-    "split_corpus": "text.batches",
+    "split_corpus": "text.tokens",
     "summary": "models.summary",
 }
 

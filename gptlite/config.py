@@ -70,6 +70,13 @@ class DataConfig:
     """`char` (the text's own characters), `byte` (UTF-8), or `tiktoken:NAME`, e.g.
     `tiktoken:gpt2`."""
 
+    validation_tokens: int = 1_000_000
+    """Validate on at most so many tokens of the text's last 10 %, from their beginning."""
+
+    def __post_init__(self):
+        require_types("data.", self)
+        require_range("data.validation_tokens", self.validation_tokens, 2, MOST)
+
 
 @dataclass(frozen=True)
 class ModelConfig:

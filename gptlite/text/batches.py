@@ -4,36 +4,12 @@ import functools
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, Integer
 
 from gptlite.config import UserError
-from gptlite.text.tokenizer import Ids, Tokenizer
+from gptlite.text.tokenizer import Ids
 
-Windows = Int[np.ndarray, "windows seq_and_next"]
-
-
-@dataclass(frozen=True)
-class Split:
-    """A corpus as ids: for training, for validation, and the latter's size in UTF-8 bytes."""
-
-    train: Ids
-    validation: Int[np.ndarray, " validation_tokens"]
-    validation_bytes: int
-
-
-def split_corpus(text: str, tokenizer: Tokenizer) -> Split:
-    """The first 90 % of `text` for training, the rest for validation, each encoded by itself.
-
-    `validation_bytes` leaves out the first token, which nothing predicts.
-    """
-    cut = int(0.9 * len(text))
-    validation = tokenizer.encode(text[cut:])
-    unpredicted = len(tokenizer.token_bytes(int(validation[0]))) if len(validation) else 0
-    return Split(
-        train=tokenizer.encode(text[:cut]),
-        validation=validation,
-        validation_bytes=len(text[cut:].encode("utf-8")) - unpredicted,
-    )
+Windows = Integer[np.ndarray, "windows seq_and_next"]
 
 
 @dataclass(frozen=True)
@@ -64,11 +40,16 @@ class Batches:
         """The same for every offset below `context_length`."""
         return (len(self.tokens) - self.context_length) // self.context_length
 
+    def starts(self, step: int) -> Int[np.ndarray, " batch"]:
+        """Where in `tokens` the windows of the batch of `step` begin, counted from 0."""
+        windows = range(step * self.batch_size, (step + 1) * self.batch_size)
+        return np.array(
+            [self._start(*divmod(window, self.windows_per_epoch)) for window in windows]
+        )
+
     def __call__(self, step: int) -> Windows:
-        """The batch of `step`, counted from 0: `[batch_size, context_length + 1]`."""
-        windows = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
-        starts = [self._start(*divmod(int(w), self.windows_per_epoch)) for w in windows]
-        return self.tokens[np.array(starts)[:, None] + np.arange(self.context_length + 1)]
+        """The batch of `step`: `[batch_size, context_length + 1]`."""
+        return self.tokens[self.starts(step)[:, None] + np.arange(self.context_length + 1)]
 
     def _start(self, epoch: int, index: int) -> int:
         offset, order = _epoch(self.seed, epoch, self.windows_per_epoch, self.context_length)
@@ -85,7 +66,8 @@ def _epoch(
     NumPy guarantees for all versions, as it does not for `Generator.permutation`.
     """
     raw = np.random.Philox(key=[seed, epoch]).random_raw(windows + 1)
-    return int(raw[0] % context_length), np.argsort(raw[1:], kind="stable")
+    # Half the memory of argsort's own: an epoch may have millions of windows.
+    return int(raw[0] % context_length), np.argsort(raw[1:], kind="stable").astype(np.int32)
 
 
 def split_windows(tokens: Ids, context_length: int) -> tuple[Windows, int]:

@@ -1,9 +1,19 @@
-"""Where text comes from."""
+"""Where text comes from.
 
+A text of any size is read in pieces, as often as it takes: only `Corpus.text` ever holds all of it.
+"""
+
+import codecs
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
+
+import numpy as np
+from jaxtyping import Integer
+from tqdm import tqdm
 
 from gptlite.config import UserError
 from gptlite.files import write_atomically
@@ -15,14 +25,37 @@ SHAKESPEARE_FILE = "tinyshakespeare.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 DOWNLOAD_SECONDS = 10.0
 
+# Bytes of a file that are read at once. What is made of them stays in a core's cache.
+PIECE = 2**20
+
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text, the name that loads it again, and the sha256 of its UTF-8 bytes."""
+    """A text."""
 
     name: str
-    text: str
+    """What loads it again."""
     sha256: str
+    """Of its UTF-8 bytes."""
+    characters: int
+    """How many it has."""
+    alphabet: str
+    """The distinct ones, sorted."""
+    pieces: Callable[[], Iterator[str]] = field(repr=False, compare=False)
+    """Reads it, from the beginning, in pieces that follow each other."""
+
+    @property
+    def text(self) -> str:
+        """All of it, in memory."""
+        return "".join(self.pieces())
+
+
+def text_corpus(text: str, name: str = "text") -> Corpus:
+    """A text in memory as a corpus.
+
+    **Raises:** `UserError` if it has fewer than two distinct characters.
+    """
+    return _survey(name, lambda: iter([text]))
 
 
 def load_corpus(
@@ -32,12 +65,13 @@ def load_corpus(
     say: Callable[[str], None] = print,
     download: Callable[[float], bytes] = download_shakespeare,
 ) -> Corpus:
-    """Load what `--data.corpus` names (see `DataConfig.corpus`).
+    """Load what `--data.corpus` names (see `DataConfig.corpus`), reading it once to the end.
 
     Only `auto` falls back: to `pydoc`, after telling `say` why, in a paragraph. `say` also hears of
     a download.
 
-    **Raises:** `UserError` if there is no such corpus, it cannot be had, is empty or is not UTF-8.
+    **Raises:** `UserError` if there is no such corpus, it cannot be had, is empty, is not UTF-8 or
+    has but one distinct character.
     """
     if not name:
         raise UserError("The name of the corpus is empty; see --data.corpus in --help.")
@@ -48,16 +82,60 @@ def load_corpus(
             say(f"{error} Training on `pydoc`, the documentation inside Python, instead.")
             return load_corpus("pydoc")
     if name == "shakespeare":
-        text = _decode(_shakespeare(data_folder, download, say), SHAKESPEARE_FILE)
+        text = _shakespeare(data_folder, download, say).decode("utf-8")
+
+        def pieces() -> Iterator[str]:
+            return iter([text])
+
     elif name == "pydoc":
-        text = _pydoc()
+        pieces = _pydoc
     elif name.startswith("hf:"):
-        text = _hugging_face(name)
+        pieces = _hugging_face(name)
     else:
-        text = _path(Path(name))
-    if not text:
+        pieces = _path(Path(name))
+    return _survey(name, pieces)
+
+
+def code_points(text: str) -> Integer[np.ndarray, " characters"]:
+    """The Unicode code points of `text`, as unsigned integers."""
+    if text.isascii():
+        return np.frombuffer(text.encode("ascii"), np.uint8)
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+
+
+def progress_bar(what: str, characters: int | None = None) -> tqdm:
+    """For what may take seconds or, with a large text, minutes: it shows after two seconds."""
+    return tqdm(
+        total=characters,
+        desc=what,
+        unit=" characters",
+        unit_scale=True,
+        delay=2.0,
+        leave=False,
+        file=sys.stdout,
+        disable=not sys.stdout.isatty(),
+    )
+
+
+def _survey(name: str, pieces: Callable[[], Iterator[str]]) -> Corpus:
+    """**Raises:** `UserError` if there are fewer than two distinct characters."""
+    checksum, characters = hashlib.sha256(), 0
+    seen = np.zeros(sys.maxunicode + 1, bool)
+    with progress_bar("reading") as bar:
+        for piece in pieces():
+            checksum.update(piece.encode("utf-8", "surrogatepass"))
+            seen[code_points(piece)] = True
+            characters += len(piece)
+            bar.update(len(piece))
+    alphabet = "".join(map(chr, np.flatnonzero(seen)))
+    if not alphabet:
         raise UserError(f"The corpus {name} is empty.")
-    return Corpus(name, text, hashlib.sha256(text.encode("utf-8")).hexdigest())
+    if len(alphabet) == 1:
+        raise UserError(
+            f"The corpus {name} is the character {alphabet!r}, {characters:,} times: there is "
+            "nothing to learn from it."
+        )
+    return Corpus(name, checksum.hexdigest(), characters, alphabet, pieces)
 
 
 def _shakespeare(
@@ -98,13 +176,13 @@ def _shakespeare(
     return content
 
 
-def _pydoc() -> str:
+def _pydoc() -> Iterator[str]:
     from pydoc_data.topics import topics
 
-    return "\n".join(topics[title] for title in sorted(topics))
+    yield "\n".join(topics[title] for title in sorted(topics))
 
 
-def _hugging_face(name: str) -> str:
+def _hugging_face(name: str) -> Callable[[], Iterator[str]]:
     import datasets
 
     source, split, column, *rest = [*name.removeprefix("hf:").split(":"), "", ""]
@@ -128,29 +206,68 @@ def _hugging_face(name: str) -> str:
             f"{name} must name a column of text, as in hf:{source}:{split or 'train'}:COLUMN; "
             f"the dataset has {', '.join(texts) or 'none'}."
         )
-    return "\n".join(row for row in rows[column] if row)
+
+    def pieces() -> Iterator[str]:
+        # Rows are read from the disk as they are asked for.
+        for number, batch in enumerate(rows.select_columns(column).iter(1000)):
+            lines = [row for row in cast(dict[str, list[str]], batch)[column] if row]
+            if lines:
+                yield ("\n" if number else "") + "\n".join(lines)
+
+    return pieces
 
 
-def _path(path: Path) -> str:
+def _path(path: Path) -> Callable[[], Iterator[str]]:
     try:
-        is_folder, exists = path.is_dir(), path.exists()
-    except OSError:  # a name that is too long to be one
-        is_folder, exists = False, False
+        is_folder, is_file, exists = path.is_dir(), path.is_file(), path.exists()
+    except (OSError, ValueError):  # a name that is too long, or has a NUL in it, to be one
+        is_folder, is_file, exists = False, False, False
     if is_folder:
         files = sorted(path.rglob("*.txt"))
         if not files:
             raise UserError(f"The folder {path} has no .txt file in it.")
-        return "\n".join(_read(file) for file in files)
-    if not exists:
-        raise UserError(
-            f"There is no corpus {path}: give a text file, a folder of .txt files, `shakespeare`, "
-            "`pydoc`, `hf:NAME` or `auto`."
-        )
-    return _read(path)
+        return lambda: _joined(_read(file) for file in files)
+    if is_file:
+        return lambda: _read(path)
+    if exists:
+        raise UserError(f"The corpus {path} is not a regular file, which can be read twice.")
+    raise UserError(
+        f"There is no corpus {path}: give a text file, a folder of .txt files, `shakespeare`, "
+        "`pydoc`, `hf:NAME` or `auto`."
+    )
 
 
-def _read(path: Path) -> str:
-    return _decode(_read_bytes(path), path)
+def _joined(texts: Iterable[Iterator[str]]) -> Iterator[str]:
+    for number, text in enumerate(texts):
+        if number:
+            yield "\n"
+        yield from text
+
+
+def _read(path: Path) -> Iterator[str]:
+    """A UTF-8 file without its byte-order mark. Line ends stay as they are."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    place = 0
+    try:
+        with path.open("rb") as file:
+            while True:
+                content = file.read(PIECE)
+                pending = len(decoder.getstate()[0])
+                if 0 in content:
+                    raise UserError(f"{path} is not text: byte {place + content.index(0)} is 0x00.")
+                try:
+                    text = decoder.decode(content, final=not content)
+                except UnicodeDecodeError as error:
+                    wrong, value = place - pending + error.start, error.object[error.start]
+                    raise UserError(
+                        f"{path} is not UTF-8 text: byte {wrong} is 0x{value:02x}."
+                    ) from error
+                yield text.removeprefix("\ufeff") if place == 0 else text
+                place += len(content)
+                if not content:
+                    return
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
 def _read_bytes(path: Path) -> bytes:
@@ -158,13 +275,3 @@ def _read_bytes(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
-
-
-def _decode(content: bytes, name: Path | str) -> str:
-    # Bytes, not text mode: line ends stay as they are.
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{name} is not UTF-8 text: byte {error.start} is 0x{content[error.start]:02x}."
-        ) from error

@@ -6,15 +6,20 @@ which decoding follows for all of them. Each turns into JSON and back (`to_json`
 """
 
 import base64
+import re
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import tiktoken
-from jaxtyping import Int
+from jaxtyping import Integer
 
 from gptlite.config import UserError
+from gptlite.text.corpus import code_points
 
-Ids = Int[np.ndarray, " tokens"]
+# A letter before a space and another letter; a line's end after something, before a letter.
+_BETWEEN_WORDS = re.compile(r"[A-Za-z](?= [A-Za-z])|\S\n(?=[A-Za-z])")
+
+Ids = Integer[np.ndarray, " tokens"]
 
 
 @runtime_checkable
@@ -36,6 +41,11 @@ class Tokenizer(Protocol):
 
         **Raises:** `UserError` if it has something that no id stands for.
         """
+        ...
+
+    def boundary(self, text: str) -> int:
+        """A place in `text`, late rather than early, at which it may be cut: what is before it has
+        the same ids whatever follows. 0 where there is none."""
         ...
 
     def token_bytes(self, token: int) -> bytes:
@@ -63,7 +73,10 @@ class CharTokenizer:
         if not characters or list(characters) != sorted(set(characters)):
             raise ValueError("the characters must be sorted and distinct, and at least one")
         self.characters = characters
-        self._codes = _code_points(characters)
+        codes = code_points(characters)
+        # The id of each code point, -1 for those that are not in the vocabulary.
+        self._ids = np.full(int(codes[-1]) + 2, -1, np.int32)
+        self._ids[codes] = np.arange(len(codes))
 
     @property
     def vocab_size(self) -> int:
@@ -72,11 +85,9 @@ class CharTokenizer:
     padded_vocab_size = vocab_size
 
     def encode(self, text: str) -> Ids:
-        codes = _code_points(text)
-        ids = np.searchsorted(self._codes, codes).astype(np.int32)
-        known = self._codes[np.minimum(ids, self.vocab_size - 1)] == codes
-        if not known.all():
-            place = int(np.argmin(known))
+        ids = np.take(self._ids, code_points(text), mode="clip")
+        if len(ids) and ids.min() < 0:
+            place = int(np.argmin(ids))
             character = text[place]
             raise UserError(
                 f"The character {character!r} (U+{ord(character):04X}), number {place + 1} of the "
@@ -84,6 +95,9 @@ class CharTokenizer:
                 f"tokenizer, which knows {self.vocab_size} characters."
             )
         return ids
+
+    def boundary(self, text: str) -> int:
+        return len(text)
 
     def token_bytes(self, token: int) -> bytes:
         return self.characters[token].encode("utf-8")
@@ -100,6 +114,9 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> Ids:
         return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8).astype(np.int32)
+
+    def boundary(self, text: str) -> int:
+        return len(text)
 
     def token_bytes(self, token: int) -> bytes:
         return bytes([token])
@@ -125,6 +142,13 @@ class TiktokenTokenizer:
 
     def encode(self, text: str) -> Ids:
         return np.array(self._encoding.encode_ordinary(text), np.int32)
+
+    def boundary(self, text: str) -> int:
+        # Before a space between letters, or between a line's end and a letter, every encoding's
+        # pattern ends a token, and no token's end depends on more than what follows it.
+        ends = [match.end() for match in _BETWEEN_WORDS.finditer(text, max(0, len(text) - 10_000))]
+        # A text without such places is cut anywhere, before it fills the memory.
+        return ends[-1] if ends else len(text) if len(text) > 2**23 else 0
 
     def token_bytes(self, token: int) -> bytes:
         try:
@@ -152,7 +176,7 @@ def make_tokenizer(name: str, text: str) -> Tokenizer:
     **Raises:** `UserError` if there is none of that name or its files cannot be fetched.
     """
     if name == "char":
-        return CharTokenizer("".join(map(chr, np.unique(_code_points(text)))))
+        return CharTokenizer("".join(map(chr, np.unique(code_points(text)))))
     if name == "byte":
         return ByteTokenizer()
     kind, _, encoding = name.partition(":")
@@ -197,7 +221,3 @@ def tokenizer_from_json(record: Any) -> Tokenizer:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"This is not a tokenizer of gptlite: {error!r}.") from error
     raise UserError(f"This is not a tokenizer of gptlite: {str(record)[:100]}.")
-
-
-def _code_points(text: str) -> Int[np.ndarray, " characters"]:
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32).astype(np.int64)

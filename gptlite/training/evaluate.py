@@ -11,8 +11,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from gptlite.models.gpt import GPT
-from gptlite.text.batches import Split, split_windows
+from gptlite.text.batches import split_windows
 from gptlite.text.tokenizer import Ids
+from gptlite.text.tokens import Split
 from gptlite.training.loss import window_losses
 
 # Tokens in one batch of evaluation: enough to keep a device busy, little enough for any memory.

@@ -13,9 +13,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from gptlite.config import Config, UserError
 from gptlite.models.gpt import GPT
-from gptlite.text.batches import Batches, Split, Windows
+from gptlite.text.batches import Batches, Windows
+from gptlite.text.tokens import Split
 from gptlite.training.checkpoint import Checkpoint, Position
 from gptlite.training.evaluate import Evaluation
+from gptlite.training.feed import make_feed
 from gptlite.training.optimizer import make_optimizer, make_schedule
 from gptlite.training.step import StepMetrics, TrainState, init_state, make_train_steps
 
@@ -112,10 +114,9 @@ def fit(
     start = time.perf_counter()
     training = config.training
     context = config.model.context_length
-    largest = int(max(split.train.max(initial=0), split.validation.max(initial=0)))
-    if largest >= model.vocab_size:
+    if split.largest >= model.vocab_size:
         raise UserError(
-            f"The text has a token {largest}, and the model's vocabulary ends at "
+            f"The text has a token {split.largest}, and the model's vocabulary ends at "
             f"{model.vocab_size - 1}: they belong to different tokenizers."
         )
     batches = Batches(split.train, training.batch_size, context, training.seed)
@@ -129,6 +130,7 @@ def fit(
     train_steps = make_train_steps(training, optimizer, mesh)
     per_line = training.steps_per_dispatch
     capacity = min(per_line, training.steps)
+    feed = make_feed(batches, capacity, by_row)
     tokens_per_step = training.batch_size * context
     skips = training.on_nonfinite == "skip"
 
@@ -136,10 +138,7 @@ def fit(
         return config.optimizer.learning_rate * float(schedule(step))
 
     def dispatch(state: TrainState, step: int, count: int) -> tuple[TrainState, StepMetrics]:
-        windows = np.zeros((capacity, training.batch_size, context + 1), np.int32)
-        for i in range(count):
-            windows[i] = batches(step + i)
-        return train_steps(state, jax.device_put(windows, by_row), count)
+        return train_steps(state, feed(step, count), count)
 
     # A copy, because a dispatch reuses the memory of its state, and the model is the caller's.
     copy = jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, model)

@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gptlite.config import UserError
-from gptlite.text.batches import Batches, split_corpus, split_windows
-from gptlite.text.tokenizer import make_tokenizer
+from gptlite.text.batches import Batches, split_windows
 
 
 @given(
@@ -76,13 +75,3 @@ def test_validation_windows_hold_every_target_once(tokens, context):
 def test_nothing_to_validate_is_refused():
     with pytest.raises(UserError, match="validation text is too short"):
         split_windows(np.arange(1), 8)
-
-
-def test_the_split_is_by_characters():
-    text = "ab" * 45 + "é" * 10
-    split = split_corpus(text, make_tokenizer("byte", text))
-    assert bytes(split.train.tolist()).decode() == "ab" * 45
-    assert bytes(split.validation.tolist()).decode() == "é" * 10
-    assert split.validation_bytes == 19
-    split = split_corpus(text, make_tokenizer("char", text))
-    assert (len(split.train), len(split.validation), split.validation_bytes) == (90, 10, 18)

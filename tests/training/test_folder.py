@@ -19,8 +19,9 @@ from conftest import TEXT, TINY
 from gptlite.config import Config, TrainingConfig, UserError, load_config
 from gptlite.files import json_from_bytes, json_to_bytes
 from gptlite.models.gpt import GPT
-from gptlite.text.batches import split_corpus
+from gptlite.text.corpus import text_corpus
 from gptlite.text.tokenizer import make_tokenizer
+from gptlite.text.tokens import split_corpus
 from gptlite.training import loop
 from gptlite.training.checkpoint import MANIFEST, list_steps, read_checkpoint
 from gptlite.training.folder import RunFolder
@@ -29,7 +30,7 @@ from gptlite.training.run import load_run
 from gptlite.training.weights import named_arrays, weights_to_bytes
 
 TOKENIZER = make_tokenizer("char", TEXT)
-SPLIT = split_corpus(TEXT, TOKENIZER)
+SPLIT = split_corpus(text_corpus(TEXT), TOKENIZER)
 CONFIG = Config(
     model=dataclasses.replace(TINY, n_layers=1),
     training=TrainingConfig(

@@ -12,12 +12,14 @@ from conftest import ROOT, TEXT, TINY
 
 from gptlite.config import Config, OptimizerConfig, TrainingConfig, UserError
 from gptlite.models.gpt import GPT
-from gptlite.text.batches import Batches, split_corpus
+from gptlite.text.batches import Batches
+from gptlite.text.corpus import text_corpus
 from gptlite.text.tokenizer import make_tokenizer
+from gptlite.text.tokens import split_corpus
 from gptlite.training.loop import DivergenceError, fit
 
 TOKENIZER = make_tokenizer("char", TEXT)
-SPLIT = split_corpus(TEXT, TOKENIZER)
+SPLIT = split_corpus(text_corpus(TEXT), TOKENIZER)
 CONFIG = Config(
     model=TINY,
     training=TrainingConfig(
@@ -197,3 +199,19 @@ def test_devices_that_cannot_share_the_batch_are_named(monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 3)
     with pytest.raises(UserError, match="multiple of the 3 devices that share it, got 8"):
         run(CONFIG)
+
+
+def test_a_text_in_a_file_trains_like_one_in_memory(finished, tmp_path):
+    split = split_corpus(
+        text_corpus(TEXT), TOKENIZER, folder=tmp_path, in_memory=0, say=lambda _: None
+    )
+    assert isinstance(split.train, np.memmap)
+    records, arrays = [], []
+    for progress in fit(CONFIG, new_model(), split):
+        records.append(progress.record())
+        arrays = [np.asarray(x) for x in jax.tree.leaves(eqx.filter(progress.state, eqx.is_array))]
+    for a, b in zip(arrays, finished[1], strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert [r["val_loss"] for r in records if "val_loss" in r] == [
+        r["val_loss"] for r in finished[0] if "val_loss" in r
+    ]

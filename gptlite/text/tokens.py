@@ -1,0 +1,172 @@
+"""Text to ids: a small corpus in memory, a large one in a file that is mapped into it."""
+
+import hashlib
+import json
+import mmap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from filelock import SoftFileLock
+from jaxtyping import Integer
+
+from gptlite.config import DataConfig, UserError
+from gptlite.files import json_from_bytes, json_to_bytes, sha256_of, write_atomically
+from gptlite.text.corpus import DATA_FOLDER, Corpus, progress_bar
+from gptlite.text.tokenizer import Ids, Tokenizer
+
+# Characters up to which a corpus is kept in memory (and on the device): at most 64 MB of ids.
+IN_MEMORY = 2**24
+
+
+@dataclass(frozen=True)
+class Split:
+    """A corpus as ids."""
+
+    train: Ids
+    """To train on. Of a large corpus: mapped from a file."""
+    validation: Integer[np.ndarray, " validation_tokens"]
+    """To validate on."""
+    validation_bytes: int
+    """UTF-8 bytes of `validation` without its first token, which nothing predicts."""
+    largest: int
+    """The largest id."""
+
+
+def split_corpus(
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    validation_tokens: int = DataConfig.validation_tokens,
+    *,
+    folder: Path = DATA_FOLDER / "tokens",
+    in_memory: int = IN_MEMORY,
+    say: Callable[[str], None] = print,
+) -> Split:
+    """The first 90 % of the characters of `corpus` for training, the first `validation_tokens` of
+    the rest for validation, each encoded by itself.
+
+    A corpus of more than `in_memory` characters is encoded piece by piece into a file in `folder`,
+    under a name made of the text's and the tokenizer's checksums, where it is found again.
+
+    **Raises:** `UserError` if a character is not in the vocabulary or the file cannot be written.
+    """
+    if corpus.characters <= in_memory:
+        train, validation = (
+            np.concatenate([np.zeros(0, np.int32), *part])
+            for part in _encoded(corpus, tokenizer, validation_tokens)
+        )
+        largest = int(max(train.max(initial=0), validation.max(initial=0)))
+        return Split(train, validation, _bytes_of(validation, tokenizer), largest)
+    spec = [corpus.sha256, tokenizer.to_json(), validation_tokens]
+    key = hashlib.sha256(json.dumps(spec).encode("ascii")).hexdigest()[:32]
+    path, meta = folder / f"{key}.ids", folder / f"{key}.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # One process writes, the others wait for it.
+        with SoftFileLock(folder / f".{key}.lock"):
+            split = _mapped(path, meta, tokenizer)
+            if split is None:
+                say(f"encoding {corpus.characters:,} characters, once, into {path}")
+                _write(path, meta, corpus, tokenizer, validation_tokens)
+                split = _mapped(path, meta, tokenizer)
+    except OSError as error:
+        raise UserError(f"The ids of {corpus.name} cannot be kept in {folder}: {error}.") from error
+    assert split is not None
+    return split
+
+
+def _encoded(
+    corpus: Corpus, tokenizer: Tokenizer, validation_tokens: int
+) -> tuple[Iterator[Ids], Iterator[Ids]]:
+    """The ids of the two parts, in pieces; the first is to be read to its end before the second."""
+    cut = int(0.9 * corpus.characters)
+    pieces = _with_bar(_broken_at(cut, corpus.pieces()), corpus.characters)
+    train = encode_pieces(tokenizer, _take(cut, pieces))
+    return train, _first(validation_tokens, encode_pieces(tokenizer, pieces))
+
+
+def encode_pieces(tokenizer: Tokenizer, pieces: Iterator[str]) -> Iterator[Ids]:
+    """The ids of a text in pieces; pieces are joined and cut where their tokens allow it."""
+    rest = ""
+    for piece in pieces:
+        rest += piece
+        cut = tokenizer.boundary(rest)
+        if cut:
+            yield tokenizer.encode(rest[:cut])
+            rest = rest[cut:]
+    if rest:
+        yield tokenizer.encode(rest)
+
+
+def _with_bar(pieces: Iterator[str], characters: int) -> Iterator[str]:
+    with progress_bar("encoding", characters) as bar:
+        for piece in pieces:
+            yield piece
+            bar.update(len(piece))
+
+
+def _broken_at(cut: int, pieces: Iterator[str]) -> Iterator[str]:
+    place = 0
+    for piece in pieces:
+        inside = cut - place
+        yield from (piece[:inside], piece[inside:]) if 0 < inside < len(piece) else (piece,)
+        place += len(piece)
+
+
+def _take(characters: int, pieces: Iterator[str]) -> Iterator[str]:
+    """Pieces of so many characters in all."""
+    while characters > 0 and (piece := next(pieces, None)) is not None:
+        characters -= len(piece)
+        yield piece
+
+
+def _first(count: int, parts: Iterator[Ids]) -> Iterator[Ids]:
+    """The first so many ids."""
+    while count > 0 and (part := next(parts, None)) is not None:
+        yield part[:count]
+        count -= len(part)
+
+
+def _write(
+    path: Path, meta: Path, corpus: Corpus, tokenizer: Tokenizer, validation_tokens: int
+) -> None:
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+    part = path.with_suffix(".part")
+    counts, largest, checksum = [], 0, hashlib.sha256()
+    with part.open("wb") as file:
+        for ids_of_part in _encoded(corpus, tokenizer, validation_tokens):
+            count = 0
+            for ids in ids_of_part:
+                content = ids.astype(dtype).tobytes()
+                checksum.update(content)
+                file.write(content)
+                count += len(ids)
+                largest = max(largest, int(ids.max(initial=0)))
+            counts.append(count)
+    part.replace(path)
+    record = {"counts": counts, "dtype": dtype.name, "largest": largest}
+    write_atomically(meta, json_to_bytes({"ids_sha256": checksum.hexdigest(), **record}))
+
+
+def _mapped(path: Path, meta: Path, tokenizer: Tokenizer) -> Split | None:
+    """What `_write` wrote; None if it is not there, or not as it was."""
+    try:
+        record = json_from_bytes(meta.read_bytes())
+        train, validation = record["counts"]
+        if sha256_of(path) != record["ids_sha256"]:
+            return None
+        ids = np.memmap(path, record["dtype"], mode="r", shape=(train + validation,))
+    except (OSError, ValueError, KeyError):
+        return None
+    # Windows are read here and there: to read ahead would be in vain.
+    if hasattr(mmap, "MADV_RANDOM"):
+        ids._mmap.madvise(mmap.MADV_RANDOM)  # pyright: ignore[reportAttributeAccessIssue]
+    held_out = np.array(ids[train:])
+    return Split(ids[:train], held_out, _bytes_of(held_out, tokenizer), record["largest"])
+
+
+def _bytes_of(validation: Ids, tokenizer: Tokenizer) -> int:
+    """UTF-8 bytes of `validation` but its first token."""
+    lengths = [len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)]
+    return int(np.array(lengths)[validation[1:]].sum())

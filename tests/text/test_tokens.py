@@ -1,0 +1,197 @@
+"""A corpus as ids: in memory or in a file, in one piece or in many, the same."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import tiktoken
+from conftest import ROOT, TEXT
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gptlite.config import UserError
+from gptlite.text.corpus import Corpus, text_corpus
+from gptlite.text.tokenizer import ByteTokenizer, TiktokenTokenizer, decode, make_tokenizer
+from gptlite.text.tokens import encode_pieces, split_corpus
+
+
+def in_pieces(text: str, length: int) -> Corpus:
+    whole = text_corpus(text)
+    pieces = [text[i : i + length] for i in range(0, len(text), length)]
+    return Corpus(whole.name, whole.sha256, whole.characters, whole.alphabet, lambda: iter(pieces))
+
+
+def test_the_split_is_by_characters():
+    corpus = text_corpus("ab" * 45 + "é" * 10)
+    split = split_corpus(corpus, make_tokenizer("byte", ""))
+    assert bytes(split.train.tolist()).decode() == "ab" * 45
+    assert bytes(split.validation.tolist()).decode() == "é" * 10
+    assert split.largest == 0xC3
+    assert split.validation_bytes == 19  # without the first, which nothing predicts
+    assert split_corpus(corpus, make_tokenizer("char", corpus.alphabet)).validation_bytes == 18
+
+
+def test_validation_ends_where_it_is_told_to():
+    corpus = text_corpus(TEXT)
+    tokenizer = make_tokenizer("char", TEXT)
+    split = split_corpus(corpus, tokenizer, 50)
+    whole = split_corpus(corpus, tokenizer)
+    np.testing.assert_array_equal(split.validation, whole.validation[:50])
+    np.testing.assert_array_equal(split.train, whole.train)
+    assert split.validation_bytes == 49
+
+
+@given(length=st.integers(1, 2000), tokens=st.integers(2, 200))
+def test_a_file_of_ids_holds_what_memory_would(length, tokens, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokens")
+    tokenizer = make_tokenizer("char", TEXT)
+    said = []
+    words = {"folder": folder, "in_memory": 0, "say": said.append}
+    split = split_corpus(in_pieces(TEXT, length), tokenizer, tokens, **words)
+    again = split_corpus(in_pieces(TEXT, length), tokenizer, tokens, **words)
+    whole = split_corpus(text_corpus(TEXT), tokenizer, tokens)
+    assert isinstance(split.train, np.memmap)
+    assert split.train.dtype == np.uint16
+    assert len(said) == 1  # encoded once
+    for one in (split, again):
+        np.testing.assert_array_equal(one.train, whole.train)
+        np.testing.assert_array_equal(one.validation, whole.validation)
+        assert (one.validation_bytes, one.largest) == (whole.validation_bytes, whole.largest)
+
+
+def files(folder):
+    return sorted(path.suffix for path in folder.iterdir())
+
+
+def test_another_text_or_tokenizer_is_noticed_and_damage_is_mended(tmp_path):
+    said = []
+
+    def encode(text, tokenizer):
+        return split_corpus(
+            text_corpus(text), tokenizer, folder=tmp_path, in_memory=0, say=said.append
+        )
+
+    encode(TEXT, ByteTokenizer())
+    encode(TEXT.replace("miller", "tiller"), ByteTokenizer())
+    encode(TEXT, make_tokenizer("char", TEXT))
+    encode(TEXT, make_tokenizer("char", TEXT + "é"))
+    assert len(said) == 4
+    encode(TEXT, ByteTokenizer())
+    assert len(said) == 4
+    expected = split_corpus(text_corpus(TEXT), ByteTokenizer())
+    for damage in (
+        lambda path: path.write_bytes(path.read_bytes()[:-2]),
+        lambda path: path.write_bytes(b"\0" + path.read_bytes()[1:]),
+        lambda path: path.unlink(),
+    ):
+        for path in tmp_path.glob("*.ids"):
+            damage(path)
+        said.clear()
+        np.testing.assert_array_equal(encode(TEXT, ByteTokenizer()).train, expected.train)
+        assert len(said) == 1
+    for path in tmp_path.glob("*.json"):
+        path.write_text("{")
+    np.testing.assert_array_equal(encode(TEXT, ByteTokenizer()).train, expected.train)
+
+
+def test_many_distinct_ids_take_four_bytes(tmp_path):
+    text = "".join(map(chr, range(0x10000, 0x10000 + 70_000)))
+    corpus = text_corpus(text)
+    tokenizer = make_tokenizer("char", corpus.alphabet)
+    split = split_corpus(corpus, tokenizer, folder=tmp_path, in_memory=0, say=lambda _: None)
+    assert split.train.dtype == np.uint32
+    assert decode(tokenizer, split.train) == text[:63_000]
+
+
+def test_an_interrupted_encoding_starts_again(tmp_path):
+    program = """
+import dataclasses, sys, time
+from pathlib import Path
+from test_tokens import TEXT, ByteTokenizer, in_pieces, split_corpus
+corpus = in_pieces(TEXT, 10)
+def slowly():
+    for piece in corpus.pieces():
+        time.sleep(0.05)
+        yield piece
+slow = dataclasses.replace(corpus, pieces=slowly)
+split_corpus(slow, ByteTokenizer(), folder=Path(sys.argv[1]), in_memory=0)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, tmp_path],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'text'}"},
+    )
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("*.part")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not list(tmp_path.glob("*.ids"))
+    split = split_corpus(
+        text_corpus(TEXT), ByteTokenizer(), folder=tmp_path, in_memory=0, say=lambda _: None
+    )
+    assert bytes(split.train.tolist()).decode() == TEXT[: len(split.train)]
+    assert files(tmp_path) == [".ids", ".json"]
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "tokens").write_text("not a folder")
+    with pytest.raises(UserError, match="tokens"):
+        split_corpus(text_corpus(TEXT), ByteTokenizer(), folder=tmp_path / "tokens", in_memory=0)
+
+
+WORDS = st.lists(
+    st.sampled_from(
+        ["the", "Word", "don't", "I'll", " ", "  ", "\n", "\n\n", "\r\n", "\t", "...", "?!", "12",
+         "3456", "é", "中文字", "🙂", "'", "'s", "/", "-", "_", " a", " the", "\xa0", "x\ny", "A B"]
+    ),
+    max_size=60,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["gpt2", "own"])
+def test_pieces_are_cut_where_tiktoken_would_cut(name, tiktoken_gpt2):
+    pattern = tiktoken_gpt2._pat_str
+    if name == "own":  # the pattern of cl100k_base, whose file is not at hand
+        pattern = (
+            r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++"
+            r"[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+        )
+    tokenizer = TiktokenTokenizer(
+        tiktoken.Encoding(
+            name,
+            pat_str=pattern,
+            mergeable_ranks=tiktoken_gpt2._mergeable_ranks,
+            special_tokens={},
+        )
+    )
+
+    @given(words=WORDS, length=st.integers(1, 50))
+    def check(words, length):
+        text = "".join(words)
+        pieces = (text[i : i + length] for i in range(0, len(text), length))
+        ids = [part for part in encode_pieces(tokenizer, pieces) if len(part)]
+        assert np.concatenate([[], *ids]).tolist() == tokenizer.encode(text).tolist()
+
+    check()
+
+
+def test_a_text_without_words_is_cut_before_it_fills_the_memory():
+    tokenizer = TiktokenTokenizer(
+        tiktoken.Encoding(
+            "bytes",
+            pat_str=r"[\s\S]{1,8}",
+            mergeable_ranks={bytes([i]): i for i in range(256)},
+            special_tokens={},
+        )
+    )
+    pieces = ("ab" * 2**20 for _ in range(5))
+    parts = [len(part) for part in encode_pieces(tokenizer, pieces)]
+    assert parts == [10 * 2**20]
+    pieces = ("ab" * 2**20 for _ in range(9))
+    assert [len(part) for part in encode_pieces(tokenizer, pieces)] == [10 * 2**20, 8 * 2**20]
