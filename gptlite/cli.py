@@ -158,13 +158,17 @@ def _parse(kind: type[T], argv: Sequence[str], default: T) -> T:
     except SystemExit as stop:
         if not stop.code:  # --help
             raise
-    raise UserError(_sentence(said.getvalue()))
+    raise UserError(_sentence(said.getvalue(), argv))
 
 
-def _sentence(box: str) -> str:
+def _sentence(box: str, argv: Sequence[str]) -> str:
     """What tyro draws a box around, in a line: the error, and what was expected or meant."""
     lines = [line.strip("│ ") for line in box.splitlines() if line.startswith("│")]
     error = " ".join(lines).split("───")[0].strip().rstrip(".")
+    # Of a flag that takes no value, it names the value alone.
+    for flag, equals, value in (word.partition("=") for word in argv):
+        if equals and flag not in error and value in error:
+            error += f" (in {flag}={value})"
     options = re.findall(r"^│ {5}(--.*?) *│$", box, re.MULTILINE)
     if not options:
         return f"{error}. See --help."

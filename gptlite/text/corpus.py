@@ -253,8 +253,6 @@ def _read(path: Path) -> Iterator[str]:
             while True:
                 content = file.read(PIECE)
                 pending = len(decoder.getstate()[0])
-                if 0 in content:
-                    raise UserError(f"{path} is not text: byte {place + content.index(0)} is 0x00.")
                 try:
                     text = decoder.decode(content, final=not content)
                 except UnicodeDecodeError as error:
@@ -262,6 +260,8 @@ def _read(path: Path) -> Iterator[str]:
                     raise UserError(
                         f"{path} is not UTF-8 text: byte {wrong} is 0x{value:02x}."
                     ) from error
+                if 0 in content:
+                    raise UserError(f"{path} is not text: byte {place + content.index(0)} is 0x00.")
                 yield text.removeprefix("\ufeff") if place == 0 else text
                 place += len(content)
                 if not content:

@@ -1,0 +1,136 @@
+"""A text of a gigabyte: how fast it becomes ids, in how much memory, and what training from it
+costs against training on a small one.
+
+    python benchmarks/large_text.py
+
+Encoding is measured on one core, as `python train.py` does it: the text is read and checked, then
+encoded into a file. Training is `quick`'s, by turns with TinyShakespeare (where that cannot be had,
+with pydoc).
+"""
+
+import argparse
+import multiprocessing
+import os
+import re
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from common import Contender, Round, by_turns, print_machine, print_table, spread
+
+STEPS = 40
+
+
+def own_memory() -> float:
+    """MiB of this process, without pages of mapped files, which the system may take back."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    (kilobytes,) = re.findall(r"^RssAnon:\s+(\d+) kB", status, re.MULTILINE)
+    return int(kilobytes) / 1024
+
+
+def encode(path: Path, kind: str, folder: Path) -> dict[str, float]:
+    """Seconds and memory from the file to its ids."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    from gptlite.text.corpus import load_corpus
+    from gptlite.text.tokenizer import make_tokenizer
+    from gptlite.text.tokens import split_corpus
+
+    before, peak, done = own_memory(), [0.0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.01):
+            peak[0] = max(peak[0], own_memory())
+
+    threading.Thread(target=watch, daemon=True).start()
+    start = time.perf_counter()
+    corpus = load_corpus(str(path))
+    tokenizer = make_tokenizer(kind, corpus.alphabet)
+    surveyed = time.perf_counter()
+    split_corpus(corpus, tokenizer, folder=folder, say=lambda _: None)
+    end = time.perf_counter()
+    done.set()
+    megabytes = path.stat().st_size / 1e6
+    return {
+        "survey": megabytes / (surveyed - start),
+        "encode": megabytes / (end - surveyed),
+        "both": megabytes / (end - start),
+        "memory": peak[0] - before,
+    }
+
+
+def train(name: str, folder: Path) -> Round:
+    """Rounds of `STEPS` steps of `quick` on the corpus `name`."""
+    from gptlite.runtime import set_up_jax
+
+    set_up_jax(2)
+    import jax
+
+    from gptlite.config import PRESETS, Config, TrainingConfig
+    from gptlite.models.gpt import GPT
+    from gptlite.text.corpus import load_corpus
+    from gptlite.text.tokenizer import make_tokenizer
+    from gptlite.text.tokens import split_corpus
+    from gptlite.training.loop import fit
+
+    corpus = load_corpus(name, say=lambda _: None)
+    tokenizer = make_tokenizer("char", corpus.alphabet)
+    split = split_corpus(corpus, tokenizer, folder=folder, say=lambda _: None)
+    config = Config(
+        model=PRESETS["quick"][1].model,
+        training=TrainingConfig(steps=10**6, eval_every=10**6, steps_per_dispatch=20),
+    )
+    model = GPT(config.model, tokenizer.vocab_size, key=jax.random.key(0))
+    progress = fit(config, model, split)
+
+    def work() -> float:
+        before = next(progress).step_seconds
+        for _ in range(STEPS // 20 - 1):
+            next(progress)
+        return next(progress).step_seconds - before
+
+    return work
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--megabytes", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    from gptlite.text.corpus import load_corpus
+
+    print_machine()
+    small = load_corpus("auto")
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place) / "large.txt"
+        with path.open("w", encoding="utf-8") as file:
+            number = 0
+            while file.tell() < arguments.megabytes * 1_000_000:
+                file.write(f"{small.text}\n{number} é🙂\n")
+                number += 1
+        rows: list[list[Any]] = []
+        context = multiprocessing.get_context("spawn")
+        for kind in ("char", "byte"):
+            with context.Pool(1) as pool:
+                found = pool.apply(encode, (path, kind, Path(place)))
+            rows.append([kind, *(f"{found[key]:,.0f}" for key in found)])
+        print_table(["ids", "read, MB/s", "encode, MB/s", "both, MB/s", "extra memory, MiB"], rows)
+        contenders = [Contender(name, train, name, Path(place)) for name in (small.name, str(path))]
+        seconds = by_turns(contenders, arguments.rounds)
+        tokens = STEPS * 8 * 256
+        print_table(
+            ["trained on", "tokens/s", "peak memory, MiB, mapped file included"],
+            [
+                [
+                    "the large text" if contender.name == str(path) else contender.name,
+                    spread([tokens / s for s in seconds[contender.name]]),
+                    f"{contender.close():,.0f}",
+                ]
+                for contender in contenders
+            ],
+        )
+
+
+if __name__ == "__main__":
+    main()

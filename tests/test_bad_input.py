@@ -1,0 +1,294 @@
+"""Every knob and flag with values that it should not have; every kind of text that is none."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import pytest
+from conftest import ROOT, TEXT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sample
+import train
+from gptlite.cli import SampleArguments, TrainArguments, parse_sample, parse_train
+from gptlite.config import Config, SamplingConfig, UserError
+
+TINY = [
+    "--model.n-layers=1",
+    "--model.n-heads=2",
+    "--model.d-model=16",
+    "--model.context-length=16",
+    "--training.batch-size=4",
+    "--training.steps=2",
+    "--training.sample-tokens=0",
+]
+
+
+def knobs() -> Iterator[tuple[str, Any]]:
+    """Every setting of train.py's config as its flag, with its type."""
+    for section, kind in get_type_hints(Config).items():
+        for name, hint in get_type_hints(kind).items():
+            yield f"--{section}.{name.replace('_', '-')}", hint
+
+
+def plain(kind: type, leave_out: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """Every other flag of a script, with its type."""
+    for name, hint in get_type_hints(kind).items():
+        if name not in leave_out:
+            yield f"--{name.replace('_', '-')}", hint
+
+
+def kinds_of(hint: Any) -> set[Any]:
+    if get_origin(hint) is Literal:
+        return {Literal}
+    return set(get_args(hint)) or {hint}
+
+
+# Values that no knob of the type takes. Texts may be anything; what they name is tested below.
+WRONG: dict[Any, list[str]] = {
+    int: ["-1", "2147483648", "9" * 400, "1.5", "nan", "inf", "", "many", "0x10", "1_0 0"],
+    float: ["-1", "nan", "inf", "-inf", "1e999", "", "many", "1,5"],
+    Literal: ["", "nonsense", "NaN", "🙂", "rms,layer"],
+    bool: ["maybe", "", "2"],
+}
+TRAIN = dict([*knobs(), *plain(TrainArguments, ("config", "preset"))])
+SAMPLE = dict([*plain(SampleArguments, ("sampling",)), *plain(SamplingConfig, ())])
+
+
+def wrong_values(flags: dict[str, Any]) -> list[tuple[str, str]]:
+    cases = []
+    for flag, hint in flags.items():
+        kinds = kinds_of(hint)
+        for kind in (bool, int, float, Literal):
+            if kind in kinds:
+                cases += [(flag, value) for value in WRONG[kind]]
+                break
+    return cases
+
+
+def one_line(parse, words: list[str]) -> str:
+    """The sentence that refuses `words`."""
+    with pytest.raises(UserError) as error:
+        parse(words)
+    sentence = str(error.value)
+    assert "\n" not in sentence
+    assert sentence.endswith(".")
+    return sentence
+
+
+@pytest.mark.parametrize(("flag", "value"), wrong_values(TRAIN))
+def test_every_knob_of_training_refuses_what_is_out_of_its_range(flag, value):
+    sentence = one_line(parse_train, [f"{flag}={value}"])
+    name = flag.removeprefix("--")
+    assert name in sentence or name.replace("-", "_") in sentence
+
+
+@pytest.mark.parametrize(("flag", "value"), wrong_values(SAMPLE))
+def test_every_flag_of_sampling_refuses_what_is_out_of_its_range(flag, value):
+    sentence = one_line(parse_sample, ["--prompt=x", f"{flag}={value}"])
+    name = flag.removeprefix("--")
+    assert name in sentence or name.replace("-", "_") in sentence
+
+
+def test_the_tables_leave_no_knob_out():
+    fields = [len(dataclasses.fields(kind)) for kind in get_type_hints(Config).values()]
+    assert len(list(knobs())) == sum(fields)
+    texts = {flag for flag, hint in (TRAIN | SAMPLE).items() if not set(WRONG) & kinds_of(hint)}
+    assert texts == {
+        "--data.corpus", "--data.tokenizer", "--run", "--resume", "--prompt", "--prompt-file",
+        "--stop",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--training.steps"], ["--absent", "3"], ["quick", "s"], ["-x"], [""], ["--resume"]],
+)
+def test_words_that_are_no_flags_are_refused(words):
+    one_line(parse_train, words)
+
+
+# -- texts ---------------------------------------------------------------------------------------
+
+
+def make_texts(folder: Path) -> None:
+    for name, content in {
+        "empty.txt": b"",
+        "mark.txt": b"\xef\xbb\xbf",
+        "short.txt": b"shorter than a context",
+        "same.txt": b"a" * 5000,
+        "latin.txt": b"caf\xe9 " * 100,
+        "far.txt": b"fine " * 500_000 + b"\xff",
+        "cut.txt": b"fine " * 500 + "é".encode()[:1],
+        "wide.txt": "wide ".encode("utf-16") * 100,
+        "binary.txt": bytes(range(128)) * 50,
+        "secret.txt": b"text " * 100,
+    }.items():
+        (folder / name).write_bytes(content)
+    (folder / "dangling.txt").symlink_to(folder / "nowhere.txt")
+    (folder / "none").mkdir()
+    (folder / "none" / "notes.md").write_text("not a .txt")
+    (folder / "mixed").mkdir()
+    (folder / "mixed" / "a.txt").write_text(TEXT)
+    (folder / "mixed" / "b.txt").write_bytes(b"\xff")
+    (folder / "broken").mkdir()
+    (folder / "broken" / "a.txt").symlink_to(folder / "nowhere.txt")
+    os.mkfifo(folder / "pipe.txt")
+
+
+@pytest.mark.parametrize(
+    ("corpus", "words"),
+    [
+        ("empty.txt", "empty.txt is empty"),
+        ("mark.txt", "mark.txt is empty"),
+        ("short.txt", "too short"),
+        ("same.txt", "'a', 5,000 times"),
+        ("latin.txt", "not UTF-8 text: byte 3 is 0xe9"),
+        ("far.txt", "not UTF-8 text: byte 2500000 is 0xff"),
+        ("cut.txt", "not UTF-8 text: byte 2500 is 0xc3"),
+        ("wide.txt", "byte 0 is 0xff"),
+        ("binary.txt", "not text: byte 0 is 0x00"),
+        ("dangling.txt", "no corpus dangling.txt"),
+        ("none", "no .txt file in it"),
+        ("mixed", "b.txt is not UTF-8 text: byte 0 is 0xff"),
+        ("broken", "a.txt cannot be read"),
+        ("pipe.txt", "not a regular file"),
+        ("absent.txt", "no corpus absent.txt"),
+        ("a\0b", "no corpus"),
+        ("", "name of the corpus is empty"),
+        ("hf:", "is named hf:NAME"),
+    ],
+)
+def test_what_is_no_text_is_refused_in_a_line(corpus, words, tmp_path, monkeypatch, capsys):
+    make_texts(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", f"--data.corpus={corpus}", *TINY, "--run", "x"])
+    with pytest.raises(SystemExit) as stop:
+        train.main()
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") <= 2
+    assert "Traceback" not in error
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("one\r\ntwo\r\n" * 40, "one\r\ntwo\r\n" * 40),
+        ("\ufeffone two\n" * 1 + "three\n" * 60, "one two\n" + "three\n" * 60),
+        ("e\u0301 🙂👨‍👩‍👧 \u200f\n" * 30, "e\u0301 🙂👨‍👩‍👧 \u200f\n" * 30),
+        ("x" * (2**20 - 1) + "🙂" * 3, "x" * (2**20 - 1) + "🙂" * 3),  # across two reads
+    ],
+    ids=["crlf", "mark", "combining", "pieces"],
+)
+def test_odd_but_proper_text_is_taken_as_it_is(text, kept, tmp_path):
+    from gptlite.text.corpus import load_corpus
+
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    corpus = load_corpus(str(tmp_path / "a.txt"))
+    assert corpus.text == kept
+    assert corpus.characters == len(kept)
+    assert corpus.alphabet == "".join(sorted(set(kept)))
+
+
+def test_debug_shows_where_an_error_came_from(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for script, words in ((train, ["--data.corpus", "absent"]), (sample, ["--prompt", "x"])):
+        for debug in ([], ["--debug"]):
+            monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *words, *debug])
+            with pytest.raises(SystemExit) as stop:
+                script.main()
+            assert stop.value.code == 2
+            error = capsys.readouterr().err
+            assert ("Traceback" in error) == bool(debug)
+            assert error.splitlines()[-1].startswith("error: ")
+
+
+# -- any config ------------------------------------------------------------------------------------
+
+ANY_WORDS = st.one_of(
+    st.integers(-3, 70).map(str),
+    st.floats(0, 1).map(str),
+    st.floats().map(str),
+    st.text(max_size=6),
+    st.sampled_from(["None", "True", "quick", "1e-3", "2147483647", "1", "2", "8", "64"]),
+)
+
+
+def words_for(flag: str, hint: Any) -> st.SearchStrategy[str]:
+    """A flag with a value: mostly one of its type."""
+    kinds = kinds_of(hint)
+    if kinds == {Literal}:
+        return st.sampled_from([*get_args(hint), "nonsense"]).map(lambda v: f"{flag}={v}")
+    if kinds == {bool}:
+        return st.sampled_from([flag, flag.replace(".", ".no-", 1), f"{flag}=x"])
+    return ANY_WORDS.map(lambda value: f"{flag}={value}")
+
+
+CONFIGS = st.lists(
+    st.sampled_from(list(knobs())).flatmap(lambda knob: words_for(*knob)), min_size=1, max_size=4
+)
+
+
+@settings(max_examples=2000)
+@given(CONFIGS)
+def test_any_config_is_accepted_or_refused_with_a_sentence(words):
+    try:
+        arguments = parse_train(words)
+    except UserError as error:
+        sentence = str(error)
+        assert sentence.endswith(".")
+        assert len(sentence) > 20
+    else:
+        assert isinstance(arguments.config, Config)
+
+
+def accepted(count: int) -> list[list[str]]:
+    """Configs that the parser takes, of shapes that take no time: one of each choice, at least."""
+    choices = [
+        [f"{flag}={value}" for value in get_args(hint)]
+        for flag, hint in knobs()
+        if kinds_of(hint) == {Literal}
+    ]
+    choices += [["--model.bias", "--model.no-bias"], ["--model.tied-head", "--model.no-qk-norm"]]
+    choices += [["--model.dropout=0.5", "--model.attention-dropout=0.5"], ["--training.keep=1"]]
+    longest = max(len(choice) for choice in choices)
+    picks = [[choice[i % len(choice)] for choice in choices] for i in range(longest)]
+    assert len(picks) >= count
+    return picks[:count]
+
+
+@pytest.mark.parametrize("words", accepted(3))
+def test_a_sample_of_the_accepted_ones_trains(words, tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text(TEXT)
+    monkeypatch.chdir(tmp_path)
+    train.train(parse_train([*TINY, "--data.corpus=text.txt", "--run=x", *words]))
+    assert (tmp_path / "runs" / "x" / "result.json").exists()
+
+
+def test_memory_that_there_is_not_is_said_so(tmp_path):
+    """XLA's own error, from a real allocation that fails."""
+    program = f"""
+import resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (24 * 2**30, 24 * 2**30))
+sys.argv = ["train.py", *{TINY!r}, "--data.corpus", "text.txt", "--model.d-model", "16384",
+    "--model.d-ff", "1000000", "--run", "x"]
+import train
+train.main()
+"""
+    (tmp_path / "text.txt").write_text(TEXT)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "does not fit into memory" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()
