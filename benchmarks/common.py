@@ -75,6 +75,12 @@ class Contender:
         self._pipe.send("round")
         return self._pipe.recv()
 
+    def memory(self) -> float:
+        """MiB that are the process' own now: without pages of files, which the system may take
+        back."""
+        self._pipe.send("memory")
+        return self._pipe.recv()
+
     def close(self) -> float:
         """End the process. Its peak memory, in MiB."""
         self._pipe.send("close")
@@ -87,12 +93,17 @@ def _serve(pipe: Connection, make: MakeRound, args: tuple[Any, ...]) -> None:
     work = make(*args)
     work()  # what is only slow once is not measured
     pipe.send("ready")
-    while pipe.recv() == "round":
-        pipe.send(work())
+    while (asked := pipe.recv()) != "close":
+        pipe.send(work() if asked == "round" else memory_now("RssAnon"))
     # Not getrusage, whose peak begins with that of the process that started this one.
+    pipe.send(memory_now("VmHWM"))
+
+
+def memory_now(field: str) -> float:
+    """A line of Linux's status of this process, in MiB: `VmHWM` (the peak), `RssAnon` (its own)."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
-    (peak,) = (line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))
-    pipe.send(int(peak) / 1024)
+    (kilobytes,) = (line.split()[1] for line in status.splitlines() if line.startswith(field))
+    return int(kilobytes) / 1024
 
 
 def by_turns(contenders: Sequence[Contender], rounds: int) -> dict[str, list[float]]:

@@ -9,25 +9,18 @@ with pydoc).
 """
 
 import argparse
+import concurrent.futures
 import multiprocessing
 import os
-import re
 import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from common import Contender, Round, by_turns, print_machine, print_table, spread
+from common import Contender, Round, by_turns, memory_now, print_machine, print_table, spread
 
 STEPS = 40
-
-
-def own_memory() -> float:
-    """MiB of this process, without pages of mapped files, which the system may take back."""
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    (kilobytes,) = re.findall(r"^RssAnon:\s+(\d+) kB", status, re.MULTILINE)
-    return int(kilobytes) / 1024
 
 
 def encode(path: Path, kind: str, folder: Path) -> dict[str, float]:
@@ -37,11 +30,11 @@ def encode(path: Path, kind: str, folder: Path) -> dict[str, float]:
     from gptlite.text.tokenizer import make_tokenizer
     from gptlite.text.tokens import split_corpus
 
-    before, peak, done = own_memory(), [0.0], threading.Event()
+    before, peak, done = memory_now("RssAnon"), [0.0], threading.Event()
 
     def watch() -> None:
         while not done.wait(0.01):
-            peak[0] = max(peak[0], own_memory())
+            peak[0] = max(peak[0], memory_now("RssAnon"))
 
     threading.Thread(target=watch, daemon=True).start()
     start = time.perf_counter()
@@ -110,21 +103,22 @@ def main() -> None:
                 file.write(f"{small.text}\n{number} é🙂\n")
                 number += 1
         rows: list[list[Any]] = []
-        context = multiprocessing.get_context("spawn")
         for kind in ("char", "byte"):
-            with context.Pool(1) as pool:
-                found = pool.apply(encode, (path, kind, Path(place)))
+            context = multiprocessing.get_context("spawn")
+            with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as process:
+                found = process.submit(encode, path, kind, Path(place)).result()
             rows.append([kind, *(f"{found[key]:,.0f}" for key in found)])
         print_table(["ids", "read, MB/s", "encode, MB/s", "both, MB/s", "extra memory, MiB"], rows)
         contenders = [Contender(name, train, name, Path(place)) for name in (small.name, str(path))]
         seconds = by_turns(contenders, arguments.rounds)
         tokens = STEPS * 8 * 256
         print_table(
-            ["trained on", "tokens/s", "peak memory, MiB, mapped file included"],
+            ["trained on", "tokens/s", "own memory, MiB", "peak, mapped file included"],
             [
                 [
                     "the large text" if contender.name == str(path) else contender.name,
                     spread([tokens / s for s in seconds[contender.name]]),
+                    f"{contender.memory():,.0f}",
                     f"{contender.close():,.0f}",
                 ]
                 for contender in contenders
