@@ -44,6 +44,11 @@ def load_run(path: Path | str, which: Literal["best", "last"] = "best") -> Run:
         padded_vocab_size=tokenizer.padded_vocab_size,
         key=jax.random.key(0),
     )
+    if which == "best" and not (path / "best.safetensors").exists():
+        raise UserError(
+            f"The run {path} has no best weights, for it has not been evaluated yet: take its last "
+            "ones (sample.py --weights last), or let it train on (train.py --resume)."
+        )
     model = load_weights(path / f"{which}.safetensors", skeleton)
     return Run(path, config, tokenizer, model)
 

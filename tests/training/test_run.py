@@ -1,7 +1,10 @@
 """Reading runs and weights: what is whole is read, what is damaged is named."""
 
+import dataclasses
 import json
 import os
+import resource
+import tracemalloc
 from pathlib import Path
 
 import equinox as eqx
@@ -89,7 +92,7 @@ def rewrite(path, change):
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda p: (p / "best.safetensors").unlink(), "cannot be read"),
+        (lambda p: (p / "best.safetensors").unlink(), "not been evaluated yet: take its last ones"),
         (lambda p: (p / "best.safetensors").write_bytes(b"\x00" * 100), "cannot be read"),
         (
             lambda p: rewrite(p / "best.safetensors", lambda a: a.pop("norm.weight")),
@@ -165,3 +168,36 @@ def test_weights_know_their_step_and_those_of_other_programs_are_read(tmp_path):
     loaded = load_weights(tmp_path / "theirs", MODEL)
     assert eqx.tree_equal(loaded, MODEL)
     assert weights_step(tmp_path / "theirs") is None
+
+
+def header(length: int, entry: dict) -> bytes:
+    text = json.dumps({"norm.weight": entry}).encode()
+    return (length or len(text)).to_bytes(8, "little") + text + bytes(64)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        header(2**63, {}),
+        header(0, {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}),
+        header(0, {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 64]}),
+        header(0, {"dtype": "F32", "shape": [2**62, 4], "data_offsets": [0, 64]}),
+    ],
+)
+def test_weights_that_claim_absurd_sizes_allocate_nothing(run, content):
+    (run / "best.safetensors").write_bytes(content)
+    tracemalloc.start()
+    with pytest.raises(UserError, match=r"best\.safetensors cannot be read"):
+        load_run(run)
+    assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    tracemalloc.stop()
+
+
+def test_a_config_of_absurd_sizes_allocates_nothing(run):
+    sizes = {"n_layers": 1000, "d_model": 1_000_000, "context_length": 10_000_000}
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(TINY, **sizes))
+    save_config(config, run / "config.json")  # 12,000 TB of parameters
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(UserError, match=r"embedding\.weight is float32"):
+        load_run(run)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # kilobytes
