@@ -97,19 +97,23 @@ def train(arguments: TrainArguments) -> None:
         # nothing there, and replaces nothing.
         stop = Stop()
 
-        def pause() -> bool:
-            return stop.requested or run.save_is_due()
-
-        fitting = fit(config, model, split, resume=checkpoint, pause=pause)
+        fitting = fit(
+            config,
+            model,
+            split,
+            resume=checkpoint,
+            pause=lambda: stop.requested or run.save_is_due(),
+        )
         if checkpoint is None:
             run.create(config, tokenizer, corpus.sha256, overwrite=arguments.overwrite)
         else:
             run.go_on(checkpoint, config)
         with stop, run.being_trained(tokenizer), Display(training.steps, run.steps_done) as display:
             for progress in fitting:
+                stopping = stop.requested  # looked at once, so that no stop goes without a save
                 if progress.ends_line:
                     run.log(progress)
-                if progress.val_loss is not None or pause():
+                if progress.val_loss is not None or stopping or run.save_is_due():
                     run.save(progress)
                 sample = ""
                 if progress.val_loss is not None and training.sample_tokens:
@@ -119,15 +123,15 @@ def train(arguments: TrainArguments) -> None:
                     sample = decode(tokenizer, jax.device_get(ids[0]))
                 if progress.ends_line:
                     display.update(progress, sample)
-                if stop.requested:
+                if stopping:
                     break
         if run.steps_done < training.steps:
             print(f"stopped at step {run.steps_done} of {training.steps}. {run.way_back()}")
             sys.exit(stop.exit_code)
 
         # What came of it.
-        assert run.best is not None  # the last step was evaluated
-        best_val_loss, last = run.best["val_loss"], run.last
+        last = run.last
+        best_val_loss = (run.best or last)["val_loss"]
         plot_losses(path / "metrics.jsonl", path / "loss.png")
         run.save_result(
             {

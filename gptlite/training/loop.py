@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from gptlite.config import Config, UserError
+from gptlite.config import Config, TrainingConfig, UserError
 from gptlite.models.gpt import GPT
 from gptlite.text.batches import Batches, Windows
 from gptlite.text.tokens import Split
@@ -154,14 +154,7 @@ def fit(
         step_seconds, earlier = at.step_seconds, at.seconds
         per_dispatch = 1
         while step < training.steps:
-            # Lines end at the same steps wherever a run was stopped and went on.
-            since_look = step % training.eval_every
-            line_ends = min(
-                step
-                - since_look
-                + min((since_look // per_line + 1) * per_line, training.eval_every),
-                training.steps,
-            )
+            line_ends = _line_end(step, training)
             count = min(per_dispatch, line_ends - step)
             began = time.perf_counter()
             state, metrics = dispatch(state, step, count)
@@ -214,6 +207,15 @@ def fit(
                 losses = []
 
     return loop(state, resume.record.position if resume else Position())
+
+
+def _line_end(step: int, training: TrainingConfig) -> int:
+    """The step at which the line of metrics ends that the step after `step` belongs to: the same
+    wherever a run was stopped and went on."""
+    since_look = step % training.eval_every
+    lines = since_look // training.steps_per_dispatch + 1
+    ends = step - since_look + min(lines * training.steps_per_dispatch, training.eval_every)
+    return min(ends, training.steps)
 
 
 def data_mesh(rows: int) -> Mesh:
