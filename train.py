@@ -32,6 +32,7 @@ def train(arguments: TrainArguments) -> None:
     from gptlite.text.corpus import load_corpus
     from gptlite.text.tokenizer import decode, make_tokenizer
     from gptlite.text.tokens import split_corpus
+    from gptlite.training.checkpoint import quieten
     from gptlite.training.evaluate import bits_per_byte
     from gptlite.training.folder import RunFolder
     from gptlite.training.loop import fit
@@ -51,16 +52,17 @@ def train(arguments: TrainArguments) -> None:
     # No more devices than can share a batch evenly.
     set_up_jax(math.gcd(training.cpu_devices, training.batch_size // training.accumulation))
 
+    quieten()
     with RunFolder(path) as run:
         checkpoint = run.find_checkpoint(training.steps) if arguments.resume is not None else None
 
         # Text to tokens.
-        corpus = load_corpus(arguments.config.data.corpus)
+        name = arguments.config.data.corpus
+        corpus = load_corpus(name) if checkpoint is None else checkpoint.load_text(name)
         config = resolve_corpus(arguments.config, corpus.name)
         if checkpoint is None:
             tokenizer = make_tokenizer(config.data.tokenizer, corpus.alphabet)
         else:
-            checkpoint.require_same_text(corpus)
             tokenizer = load_tokenizer(path)
         split = split_corpus(corpus, tokenizer, config.data.validation_tokens)
         print(
@@ -132,7 +134,9 @@ def train(arguments: TrainArguments) -> None:
         # What came of it.
         last = run.last
         best_val_loss = (run.best or last)["val_loss"]
-        plot_losses(path / "metrics.jsonl", path / "loss.png")
+        seconds = time.perf_counter() - start
+        if checkpoint is not None:
+            seconds += checkpoint.record.position.seconds
         run.save_result(
             {
                 "best_val_loss": best_val_loss,
@@ -142,7 +146,7 @@ def train(arguments: TrainArguments) -> None:
                 "tokens": last["tokens"],
                 "parameters": parameters,
                 "train_seconds": last["seconds"],
-                "total_seconds": time.perf_counter() - start,
+                "total_seconds": seconds,
                 "tokens_per_second": last["tokens"] / last["step_seconds"],
                 "corpus": corpus.name,
                 "corpus_characters": corpus.characters,
@@ -150,6 +154,10 @@ def train(arguments: TrainArguments) -> None:
                 "seed": training.seed,
             }
         )
+        try:
+            plot_losses(path / "metrics.jsonl", path / "loss.png")
+        except OSError as error:
+            print(f"the curves could not be drawn: {error}")
     # A prompt of characters that the tokenizer knows, for the command to type next.
     beginning = next(piece for piece in corpus.pieces() if piece)
     first_word = (beginning.split() or [beginning])[0]
@@ -158,7 +166,7 @@ def train(arguments: TrainArguments) -> None:
     print(
         f"best validation loss {best_val_loss:.4f} nats a token "
         f"({bits_per_byte(best_val_loss, split):.4f} bits per byte) "
-        f"after {time.perf_counter() - start:.0f} s\n"
+        f"after {seconds:.0f} s\n"
         f"weights, metrics and curves are in {path}; now try\n"
         f"    {shlex.join(command)}"
     )

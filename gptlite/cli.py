@@ -88,7 +88,7 @@ class SampleArguments:
     """A run's folder, or its name in runs/. Default: the newest run."""
 
     weights: Literal["best", "last"] = "best"
-    """Weights at the best or at the last evaluation."""
+    """Weights of the best evaluation, or of the last save."""
 
     max_new_tokens: int = 500
     """Tokens to generate."""

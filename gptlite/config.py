@@ -268,7 +268,8 @@ class TrainingConfig:
     each operation over both. The environment variable JAX_NUM_CPU_DEVICES overrides this."""
 
     steps_per_dispatch: int = 20
-    """Steps inside one compiled call; metrics are written once a call."""
+    """A line of metrics is written every so many steps, which are one compiled call where they take
+    no longer than two seconds."""
 
     eval_every: int = 400
     """Evaluate (and sample a few lines) every so many steps, and at the end."""
@@ -482,7 +483,7 @@ def load_config(path: Path) -> Config:
     # What runs did before there were knobs for it.
     before: dict[str, Any] = {"embed_previous": 0}
     try:
-        sections: dict[str, dict[str, Any]] = json_from_bytes(path.read_bytes())
+        sections: dict[str, dict[str, Any]] = json_from_bytes(path.read_bytes(), sealed=False)
         model = before | sections.pop("model")
         return Config(
             data=DataConfig(**sections.pop("data")),

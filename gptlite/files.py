@@ -21,8 +21,23 @@ def write_atomically(path: Path, content: str | bytes) -> None:
             # Or a power cut may leave the new name on an empty file.
             os.fsync(file.fileno())
         part.replace(path)
+        sync(path.parent)
     finally:
         part.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Have the disk hold what was written to a file, or the names in a folder, before this returns.
+
+    Without it, a power cut may keep what was written later and lose what was written before.
+    """
+    if path.is_dir() and os.name == "nt":  # Windows has no such thing for folders
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def sha256_of(path: Path) -> str:
@@ -48,11 +63,12 @@ def json_to_bytes(record: dict[str, Any], *, indent: int | None = 2) -> bytes:
     return seal(text.encode("ascii") + b"\n")
 
 
-def json_from_bytes(content: bytes) -> dict[str, Any]:
+def json_from_bytes(content: bytes, *, sealed: bool = True) -> dict[str, Any]:
     """The record that `json_to_bytes` was given.
 
-    A file without a checksum (an earlier version's, or one written by hand) is read as it is;
-    whoever reads it refuses entries that it does not know, a damaged `sha256` among them.
+    If it need not be `sealed`, one without a checksum (an earlier version's, or written by hand) is
+    read as it is; whoever reads it refuses entries that it does not know, a damaged `sha256` among
+    them.
 
     **Raises:** `ValueError` if it is no JSON object, or not as it was written.
     """
@@ -63,6 +79,8 @@ def json_from_bytes(content: bytes) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise ValueError("it holds no JSON object")
     checksum = record.pop("sha256", None)
+    if checksum is None and sealed:
+        raise ValueError("it has no checksum")
     if checksum is not None and not is_sealed_by(content, str(checksum)):
         raise ValueError("it is damaged or was edited, for its checksum does not match")
     return record

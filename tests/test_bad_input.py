@@ -139,6 +139,8 @@ def make_texts(folder: Path) -> None:
     (folder / "broken").mkdir()
     (folder / "broken" / "a.txt").symlink_to(folder / "nowhere.txt")
     os.mkfifo(folder / "pipe.txt")
+    (folder / "pipes").mkdir()
+    os.mkfifo(folder / "pipes" / "a.txt")
 
 
 @pytest.mark.parametrize(
@@ -158,6 +160,7 @@ def make_texts(folder: Path) -> None:
         ("mixed", "b.txt is not UTF-8 text: byte 0 is 0xff"),
         ("broken", "a.txt cannot be read"),
         ("pipe.txt", "not a regular file"),
+        ("pipes", "a.txt is not a regular file"),
         ("absent.txt", "no corpus absent.txt"),
         ("a\0b", "no corpus"),
         ("", "name of the corpus is empty"),

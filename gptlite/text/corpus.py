@@ -5,6 +5,7 @@ A text of any size is read in pieces, as often as it takes: only `Corpus.text` e
 
 import codecs
 import hashlib
+import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -249,6 +250,8 @@ def _read(path: Path) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     place = 0
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise UserError(f"{path} is not a regular file, which can be read twice.")
         with path.open("rb") as file:
             while True:
                 content = file.read(PIECE)

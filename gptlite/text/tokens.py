@@ -79,11 +79,19 @@ def split_corpus(
 def _encoded(
     corpus: Corpus, tokenizer: Tokenizer, validation_tokens: int
 ) -> tuple[Iterator[Ids], Iterator[Ids]]:
-    """The ids of the two parts, in pieces; the first is to be read to its end before the second."""
+    """The ids of the two parts, in pieces; the first is to be read to its end before the second.
+
+    **Raises:** `UserError`, at their end, if the text is no longer the one that was surveyed.
+    """
     cut = int(0.9 * corpus.characters)
-    pieces = _with_bar(_broken_at(cut, corpus.pieces()), corpus.characters)
-    train = encode_pieces(tokenizer, _take(cut, pieces))
-    return train, _first(validation_tokens, encode_pieces(tokenizer, pieces))
+    pieces = _watched(_broken_at(cut, corpus.pieces()), corpus)
+
+    def validation() -> Iterator[Ids]:
+        yield from _first(validation_tokens, encode_pieces(tokenizer, pieces))
+        for _ in pieces:  # to the end, for the checksum
+            pass
+
+    return encode_pieces(tokenizer, _take(cut, pieces)), validation()
 
 
 def encode_pieces(tokenizer: Tokenizer, pieces: Iterator[str]) -> Iterator[Ids]:
@@ -99,11 +107,15 @@ def encode_pieces(tokenizer: Tokenizer, pieces: Iterator[str]) -> Iterator[Ids]:
         yield tokenizer.encode(rest)
 
 
-def _with_bar(pieces: Iterator[str], characters: int) -> Iterator[str]:
-    with progress_bar("encoding", characters) as bar:
+def _watched(pieces: Iterator[str], corpus: Corpus) -> Iterator[str]:
+    checksum = hashlib.sha256()
+    with progress_bar("encoding", corpus.characters) as bar:
         for piece in pieces:
+            checksum.update(piece.encode("utf-8", "surrogatepass"))
             yield piece
             bar.update(len(piece))
+    if checksum.hexdigest() != corpus.sha256:
+        raise UserError(f"The corpus {corpus.name} was changed while it was read.")
 
 
 def _broken_at(cut: int, pieces: Iterator[str]) -> Iterator[str]:
@@ -134,17 +146,20 @@ def _write(
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
     part = path.with_suffix(".part")
     counts, largest, checksum = [], 0, hashlib.sha256()
-    with part.open("wb") as file:
-        for ids_of_part in _encoded(corpus, tokenizer, validation_tokens):
-            count = 0
-            for ids in ids_of_part:
-                content = ids.astype(dtype).tobytes()
-                checksum.update(content)
-                file.write(content)
-                count += len(ids)
-                largest = max(largest, int(ids.max(initial=0)))
-            counts.append(count)
-    part.replace(path)
+    try:
+        with part.open("wb") as file:
+            for ids_of_part in _encoded(corpus, tokenizer, validation_tokens):
+                count = 0
+                for ids in ids_of_part:
+                    content = ids.astype(dtype).tobytes()
+                    checksum.update(content)
+                    file.write(content)
+                    count += len(ids)
+                    largest = max(largest, int(ids.max(initial=0)))
+                counts.append(count)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
     record = {"counts": counts, "dtype": dtype.name, "largest": largest}
     write_atomically(meta, json_to_bytes({"ids_sha256": checksum.hexdigest(), **record}))
 

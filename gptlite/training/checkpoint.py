@@ -24,25 +24,27 @@ import orbax.checkpoint as ocp
 from absl import logging as absl_logging
 
 from gptlite.config import UserError
-from gptlite.files import json_from_bytes, json_to_bytes, sha256_of, write_atomically
-from gptlite.text.corpus import Corpus
+from gptlite.files import json_from_bytes, json_to_bytes, sha256_of, sync, write_atomically
+from gptlite.text.corpus import Corpus, load_corpus
 from gptlite.training.step import TrainState
 from gptlite.training.weights import fill, named_arrays
 
 MANIFEST = "manifest.json"
 
-# Orbax logs every phase of every save, and every error that it raises too.
-absl_logging.set_verbosity(absl_logging.FATAL)
 
+def quieten() -> None:
+    """Have Orbax say nothing on its own, for this whole process: it logs every phase of every save,
+    and all errors, which it raises too."""
+    absl_logging.set_verbosity(absl_logging.FATAL)
+    before = sys.unraisablehook
 
-def _leave_out_closed_loops(unraisable: Any) -> None:
-    """Of several writes that fail together, Orbax raises the first one's error and closes its event
-    loop, which the others then complain about."""
-    if "Event loop is closed" not in str(unraisable.exc_value):
-        sys.__unraisablehook__(unraisable)
+    def leave_out_closed_loops(unraisable: Any) -> None:
+        # Of several writes that fail together, Orbax raises the first one's error and closes its
+        # event loop, which the others then complain about.
+        if "Event loop is closed" not in str(unraisable.exc_value):
+            before(unraisable)
 
-
-sys.unraisablehook = _leave_out_closed_loops
+    sys.unraisablehook = leave_out_closed_loops
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ class Record:
     metrics_sha256: str
     """and the checksum of what was in it."""
     corpus_sha256: str
-    devices: int
+    devices: str
+    """How many, and of which kind."""
 
 
 @dataclass(frozen=True)
@@ -85,13 +88,23 @@ class Checkpoint:
     path: Path
     record: Record
 
-    def require_same_text(self, corpus: Corpus) -> None:
-        """**Raises:** `UserError` if the run was not trained on `corpus`."""
+    def load_text(self, name: str) -> Corpus:
+        """The corpus `name`.
+
+        **Raises:** `UserError` if it cannot be had or is not the text that the run was trained on.
+        """
+        try:
+            corpus = load_corpus(name)
+        except UserError as error:
+            raise UserError(
+                f"{error} --data.corpus may say where the run's text is now."
+            ) from error
         if corpus.sha256 != self.record.corpus_sha256:
             raise UserError(
                 f"The corpus {corpus.name} is not the text that this run was trained on: its "
                 f"sha256 is {corpus.sha256}, and was {self.record.corpus_sha256}."
             )
+        return corpus
 
     def load(self, skeleton: TrainState) -> TrainState:
         """`skeleton` with the arrays that were saved.
@@ -178,10 +191,12 @@ class Checkpoints:
             for name, array in arrays.items():
                 if not np.isfinite(array).all():
                     raise UserError(f"The checkpoint {path} is not kept: {name} is not finite.")
-            files = {
-                str(file.relative_to(path)): [file.stat().st_size, sha256_of(file)]
-                for file in _files(path)
-            }
+            files = {}
+            for file in _files(path):
+                sync(file)
+                files[str(file.relative_to(path))] = [file.stat().st_size, sha256_of(file)]
+            for folder in (*(Path(found) for found, _, _ in os.walk(path)), path.parent):
+                sync(folder)
             manifest = {"files": files, "record": dataclasses.asdict(record)}
             write_atomically(path / MANIFEST, json_to_bytes(manifest))
             then()
@@ -231,10 +246,14 @@ def read_checkpoint(path: Path) -> Checkpoint:
         if name not in files:
             raise UserError(f"{path / name} does not belong to the checkpoint.")
         size, checksum = files[name]
-        held = found[name].stat().st_size
+        try:
+            held = found[name].stat().st_size
+            same = held == size and sha256_of(found[name]) == checksum
+        except OSError as error:
+            raise UserError(f"{path / name} is damaged: {error.strerror}.") from error
         if held != size:
             raise UserError(f"{path / name} is damaged: it has {held} bytes instead of {size}.")
-        if sha256_of(found[name]) != checksum:
+        if not same:
             raise UserError(f"{path / name} is damaged: its checksum does not match.")
     return Checkpoint(path, record)
 

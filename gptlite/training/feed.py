@@ -11,6 +11,9 @@ from jaxtyping import Array, Int
 
 from gptlite.text.batches import Batches, Windows
 
+# Batches read ahead: more would only delay the start, and fill memory.
+MOST_AHEAD = 64
+
 # `feed(step, count)`: the batches of `count` steps from `step` on, as the first of an array.
 Feed = Callable[[int, int], Int[Array, "steps batch seq_and_next"]]
 
@@ -24,7 +27,7 @@ def make_feed(batches: Batches, capacity: int, by_row: NamedSharding) -> Feed:
     shape = (capacity, batches.batch_size)
     length = batches.context_length + 1
     if isinstance(batches.tokens, np.memmap):
-        ahead = _ReadAhead(batches, 2 * capacity)
+        ahead = _ReadAhead(batches, min(2 * capacity, MOST_AHEAD))
 
         def read(step: int, count: int) -> Array:
             windows = np.zeros((*shape, length), np.int32)

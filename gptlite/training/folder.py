@@ -2,7 +2,7 @@
 
     config.json        every knob
     tokenizer.json     the tokenizer, whole
-    metrics.jsonl      one object a line, one line a dispatch
+    metrics.jsonl      one object a line
     best.safetensors   weights at the best evaluation
     last.safetensors   weights at the last checkpoint
     checkpoints/       what going on needs: see checkpoint.py
@@ -20,7 +20,7 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ import jax
 from filelock import SoftFileLock, Timeout
 
 from gptlite.config import Config, UserError, load_config, save_config
-from gptlite.files import json_to_bytes, write_atomically
+from gptlite.files import json_to_bytes, sync, write_atomically
 from gptlite.runs import check_free
 from gptlite.text.tokenizer import Tokenizer, decode
 from gptlite.training.checkpoint import (
@@ -57,8 +57,9 @@ class RunFolder:
         self.last: dict[str, Any] = {}
         """The last line of metrics."""
         self._say = say
-        # Beside the folder: it must outlive it.
-        self._lock = SoftFileLock(path.parent / f".{path.name}.lock", timeout=0)
+        # Beside the folder, for it must outlive it; and the same however the folder is named.
+        place = path.resolve()
+        self._lock = SoftFileLock(place.parent / f".{place.name}.lock", timeout=0)
         self._checkpoints: Checkpoints | None = None
         self._corpus_sha256 = ""
         self._metrics = hashlib.sha256()
@@ -82,9 +83,11 @@ class RunFolder:
                 holder = self._lock.pid
                 self._lock.acquire()
             except Timeout:
+                holder = self._lock.pid
+                who = f"process {holder}" if holder else "a process that left no name"
                 raise UserError(
-                    f"The run {self.path} is being trained by process {self._lock.pid}: wait for "
-                    "it, or stop it. (If that process is on another machine and gone, delete "
+                    f"The run {self.path} is being trained by {who}: wait for it, or stop it. (If "
+                    "it is gone, and was on another machine or lost its power, delete "
                     f"{self._lock.lock_file}.)"
                 ) from None
         if holder is not None:
@@ -101,12 +104,21 @@ class RunFolder:
         check_free(self.path, overwrite=overwrite)
         self.lock()
         check_free(self.path, overwrite=overwrite)  # it may have come while the lock was awaited
+        # Made beside its place, so that there is never half of it.
+        new, old = (self.path.with_name(f".{self.path.name}.{what}") for what in ("new", "old"))
         with self._writing():
-            if self.path.exists():
-                shutil.rmtree(self.path)
-            self.path.mkdir()
-            save_config(config, self.path / "config.json")
-            write_atomically(self.path / "tokenizer.json", json_to_bytes(tokenizer.to_json()))
+            try:
+                for left in (new, old):
+                    shutil.rmtree(left, ignore_errors=True)
+                new.mkdir()
+                save_config(config, new / "config.json")
+                write_atomically(new / "tokenizer.json", json_to_bytes(tokenizer.to_json()))
+                if self.path.exists():
+                    self.path.rename(old)
+                new.rename(self.path)
+            finally:
+                for left in (new, old):
+                    shutil.rmtree(left, ignore_errors=True)
         self._begin(config, corpus_sha256)
 
     def find_checkpoint(self, steps: int) -> Checkpoint:
@@ -123,26 +135,35 @@ class RunFolder:
                     raise UserError(
                         f"{entry} is a link. A run with links in it is not gone on with."
                     )
-        found = list_steps(self.path / "checkpoints")
-        for step in found:
+        checkpoint = self._newest()
+        self._check_metrics(checkpoint)
+        record = checkpoint.record
+        step = record.position.step
+        # A run may have been stopped between its last save and its result.
+        finished = record.last.get("step") == step and "val_loss" in record.last
+        if step > steps or (
+            step == steps and (not finished or (self.path / "result.json").exists())
+        ):
+            raise UserError(
+                f"The run {self.path} has done {step} steps; to extend it, give "
+                f"--training.steps above that, got {steps}."
+            )
+        if record.devices != _devices():
+            self._say(
+                f"This run was on {record.devices} and goes on with {_devices()}: sums are added "
+                "up in another order from here."
+            )
+        return checkpoint
+
+    def _newest(self) -> Checkpoint:
+        folder = self.path / "checkpoints"
+        whole = [step for step in list_steps(folder) if (folder / str(step) / MANIFEST).exists()]
+        for step in whole:
             try:
-                checkpoint = read_checkpoint(self.path / "checkpoints" / str(step))
-                self._check_metrics(checkpoint)
+                return read_checkpoint(folder / str(step))
             except UserError as error:
                 self._say(f"{error} Looking for an older checkpoint.")
-                continue
-            if step > steps or (step == steps and (self.path / "result.json").exists()):
-                raise UserError(
-                    f"The run {self.path} has done {step} steps; to extend it, give "
-                    f"--training.steps above that, got {steps}."
-                )
-            if checkpoint.record.devices != jax.device_count():
-                self._say(
-                    f"This run was on {checkpoint.record.devices} devices and goes on with "
-                    f"{jax.device_count()}: sums are added up in another order from here."
-                )
-            return checkpoint
-        what = "that is undamaged." if found else "yet. Begin the run again, with --overwrite."
+        what = "that is undamaged." if whole else "yet. Begin the run again, with --overwrite."
         raise UserError(f"There is no checkpoint in {self.path} {what}")
 
     def go_on(self, checkpoint: Checkpoint, config: Config) -> None:
@@ -157,8 +178,8 @@ class RunFolder:
                     shutil.rmtree(path)
             for left in checkpoint.path.parent.glob("*.orbax-checkpoint-tmp*"):
                 shutil.rmtree(left)
-            for left in self.path.glob(".*.part"):
-                left.unlink()
+            for left in (*self.path.glob(".*.part"), self.path / "result.json"):
+                left.unlink(missing_ok=True)
             metrics = self.path / "metrics.jsonl"
             if metrics.exists():
                 content = metrics.read_bytes()[: record.metrics_bytes]
@@ -217,9 +238,12 @@ class RunFolder:
             metrics_bytes=self._metrics_bytes,
             metrics_sha256=self._metrics.hexdigest(),
             corpus_sha256=self._corpus_sha256,
-            devices=jax.device_count(),
+            devices=_devices(),
         )
         weights = named_arrays(progress.state.model)
+        with self._writing():
+            if self._metrics_bytes:
+                sync(self.path / "metrics.jsonl")  # which the checkpoint relies on
 
         def save_weights() -> None:
             content = weights_to_bytes(weights, step)
@@ -247,20 +271,27 @@ class RunFolder:
             if self._checkpoints is not None:
                 self._checkpoints.wait()
         except UserError as error:
-            if isinstance(error, DivergenceError):
-                self._save_diverged(error, tokenizer)
+            with contextlib.suppress(UserError):  # a save under way may end well
+                if self._checkpoints is not None:
+                    self._checkpoints.wait()
             if not (self.path / "config.json").exists():
                 raise UserError(
                     f"The run folder {self.path} was deleted while it was trained."
                 ) from error
+            if isinstance(error, DivergenceError):
+                self._save_diverged(error, tokenizer)
+                # To go on as it was would end in the same way.
+                skip = ["--training.on-nonfinite", "skip"]
+                advice = "" if error.windows is None else f" {self.way_back(skip)}"
+                raise UserError(f"{error}{advice}") from error
             raise UserError(f"{error} {self.way_back()}") from error
 
-    def way_back(self) -> str:
+    def way_back(self, options: Sequence[str] = ()) -> str:
         """A sentence on how to go on."""
         for step in list_steps(self.path / "checkpoints"):
             if (self.path / "checkpoints" / str(step) / MANIFEST).is_file():
-                command = shlex.join(["python", "train.py", "--resume", str(self.path)])
-                return f"To go on from step {step}:\n    {command}"
+                words = ["python", "train.py", "--resume", str(self.path), *options]
+                return f"To go on from step {step}:\n    {shlex.join(words)}"
         return "Nothing has been saved yet."
 
     def save_result(self, result: dict[str, Any]) -> None:
@@ -286,14 +317,18 @@ class RunFolder:
 
     def _check_metrics(self, checkpoint: Checkpoint) -> None:
         path, record = self.path / "metrics.jsonl", checkpoint.record
-        if not path.exists():
-            self._say(f"{path} is missing, and begins anew.")
+        try:
+            content = path.read_bytes()[: record.metrics_bytes]
+        except FileNotFoundError:
+            if record.metrics_bytes:
+                self._say(f"{path} is missing, and begins anew.")
             return
-        content = path.read_bytes()[: record.metrics_bytes]
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}.") from error
         if hashlib.sha256(content).hexdigest() != record.metrics_sha256:
             raise UserError(
-                f"{path} is damaged or was edited in its first {record.metrics_bytes} bytes, which "
-                f"{checkpoint.path} goes on from. (To begin it anew, delete it.)"
+                f"{path} is damaged or was edited in its first {record.metrics_bytes} bytes (to "
+                f"step {record.position.step}). Put it back as it was, or delete it to begin anew."
             )
 
     @contextlib.contextmanager
@@ -308,3 +343,7 @@ def _unused(path: Path) -> Path:
     while path.exists():
         path = path.with_name(path.name + "-again")
     return path
+
+
+def _devices() -> str:
+    return f"{jax.device_count()} x {jax.devices()[0].device_kind}"

@@ -83,8 +83,12 @@ class DivergenceError(UserError):
         what = ", ".join(f"{name} {value:g}" for name, value in report.items() if name != "step")
         super().__init__(
             f"Training has diverged at step {report['step']}: {what}. Try a lower "
-            "--optimizer.learning-rate, or --optimizer.clip-norm 1; or --training.on-nonfinite "
-            "skip, if only a few batches are to blame."
+            "--optimizer.learning-rate, or --optimizer.clip-norm 1"
+            + (
+                "."
+                if windows is None
+                else "; or, if only a few batches are to blame, --training.on-nonfinite skip."
+            )
         )
 
 

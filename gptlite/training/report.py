@@ -80,10 +80,11 @@ def plot_losses(metrics: Path, picture: Path) -> None:
         label="training",
         linewidth=1,
     )
+    losses = [record["val_loss"] for record in evaluated]
     axes.plot(
         [record["step"] for record in evaluated],
-        [record["val_loss"] for record in evaluated],
-        label=f"validation, at best {min(record['val_loss'] for record in evaluated):.3f}",
+        losses,
+        label=f"validation, at best {min(losses, default=math.nan):.3f}",
         marker="o",
         markersize=4,
     )

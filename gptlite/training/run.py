@@ -59,6 +59,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     **Raises:** `UserError` if it is missing or damaged.
     """
     try:
-        return tokenizer_from_json(json_from_bytes((path / "tokenizer.json").read_bytes()))
+        content = (path / "tokenizer.json").read_bytes()
+        return tokenizer_from_json(json_from_bytes(content, sealed=False))
     except (OSError, ValueError) as error:
         raise UserError(f"{path / 'tokenizer.json'} cannot be read: {error}") from error

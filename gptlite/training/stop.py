@@ -1,5 +1,6 @@
-"""Stopping when asked to: Ctrl-C, SIGTERM."""
+"""Stopping when asked to: Ctrl-C, SIGTERM, a terminal that closes."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -8,8 +9,8 @@ import threading
 
 
 class Stop:
-    """While it is entered, the first Ctrl-C or SIGTERM is only noted, for the loop to end at the
-    next step; the second one ends the process at once.
+    """While it is entered, the first of these signals is only noted, for the loop to end at the
+    next step; the second one ends the process at once. Those that were ignored (`nohup`) stay so.
 
     Python runs its signal handlers between two of its own instructions, and a compiled step may
     last minutes. So a thread of its own learns of signals through the wake-up socket, to which they
@@ -27,7 +28,7 @@ class Stop:
 
     @property
     def exit_code(self) -> int:
-        """What a shell expects: 130 after Ctrl-C, 143 after SIGTERM."""
+        """What a shell expects: 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP."""
         return 128 + (self.signal or 0)
 
     def __enter__(self) -> "Stop":
@@ -35,9 +36,11 @@ class Stop:
         self._write.setblocking(False)
         self._fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         # The handlers do nothing; but without one there is no wake-up.
+        numbers = [signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)]
         self._handlers = {
             number: signal.signal(number, lambda *_: None)
-            for number in (signal.SIGINT, signal.SIGTERM)
+            for number in dict.fromkeys(numbers)
+            if signal.getsignal(number) != signal.SIG_IGN
         }
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._thread.start()
@@ -58,4 +61,5 @@ class Stop:
             if self.requested:
                 os._exit(128 + received[0])
             self.signal = received[0]
-            print("\nstopping after this step; once more to stop at once", file=sys.stderr)
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                print("\nstopping after this step; once more to stop at once", file=sys.stderr)

@@ -1,5 +1,6 @@
 """A corpus as ids: in memory or in a file, in one piece or in many, the same."""
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -137,6 +138,17 @@ split_corpus(slow, ByteTokenizer(), folder=Path(sys.argv[1]), in_memory=0)
     )
     assert bytes(split.train.tolist()).decode() == TEXT[: len(split.train)]
     assert files(tmp_path) == [".ids", ".json"]
+
+
+@pytest.mark.parametrize("in_memory", [0, 10**6])
+def test_a_text_that_changes_while_it_is_read_is_refused(in_memory, tmp_path):
+    other = TEXT.replace("miller", "tiller")
+    corpus = dataclasses.replace(text_corpus(TEXT), pieces=lambda: iter([other]))
+    with pytest.raises(UserError, match="was changed while it was read"):
+        split_corpus(
+            corpus, ByteTokenizer(), 5, folder=tmp_path, in_memory=in_memory, say=lambda _: None
+        )
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):

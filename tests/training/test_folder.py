@@ -1,7 +1,9 @@
 """Run folders and their checkpoints: what is saved comes back, what is damaged is named."""
 
 import dataclasses
+import errno
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -16,13 +18,14 @@ import orbax.checkpoint as ocp
 import pytest
 from conftest import TEXT, TINY
 
+from gptlite import files
 from gptlite.config import Config, TrainingConfig, UserError, load_config
 from gptlite.files import json_from_bytes, json_to_bytes
 from gptlite.models.gpt import GPT
 from gptlite.text.corpus import text_corpus
 from gptlite.text.tokenizer import make_tokenizer
 from gptlite.text.tokens import split_corpus
-from gptlite.training import loop
+from gptlite.training import checkpoint, folder, loop
 from gptlite.training.checkpoint import MANIFEST, list_steps, read_checkpoint
 from gptlite.training.folder import RunFolder
 from gptlite.training.loop import fit
@@ -48,8 +51,10 @@ def one_step_a_dispatch():
         yield
 
 
-def train(run: RunFolder, config: Config = CONFIG, checkpoint=None, until: int = 60) -> dict:
-    """Train until a step; the arrays of the state then."""
+def train(
+    run: RunFolder, config: Config = CONFIG, checkpoint=None, until: int = 60, seen=None
+) -> dict[str, np.ndarray]:
+    """Train until a step; the arrays of the state then. Into `seen`: those of every step."""
     fitting = fit(config, MODEL, SPLIT, resume=checkpoint, pause=run.save_is_due)
     if checkpoint is None:
         run.create(config, TOKENIZER, "the text's", overwrite=False)
@@ -62,6 +67,8 @@ def train(run: RunFolder, config: Config = CONFIG, checkpoint=None, until: int =
                 run.log(progress)
             run.save(progress)
             arrays = {name: x.copy() for name, x in named_arrays(progress.state).items()}
+            if seen is not None:
+                seen[progress.step] = arrays
             if progress.step >= until:
                 break
     return arrays
@@ -92,11 +99,15 @@ def copied(finished, tmp_path) -> Path:
     return Path(shutil.copytree(finished[0], tmp_path / "copy"))
 
 
-def test_what_was_saved_while_training_went_on_is_what_was_there(finished):
-    path, arrays = finished
-    assert list_steps(path / "checkpoints")[:2] == [60, 59]
-    assert same(read_checkpoint(path / "checkpoints" / "60").arrays(), arrays)
-    assert sum(name.startswith("optimizer_state") for name in arrays) > 10
+def test_what_was_saved_while_training_went_on_is_what_was_there(tmp_path):
+    seen: dict[int, dict[str, np.ndarray]] = {}
+    training = dataclasses.replace(CONFIG.training, steps=12, keep=12)
+    with RunFolder(tmp_path / "run") as run:
+        train(run, dataclasses.replace(CONFIG, training=training), seen=seen)
+    assert list_steps(tmp_path / "run" / "checkpoints") == list(range(12, 0, -1))
+    for step, arrays in seen.items():
+        assert same(read_checkpoint(tmp_path / "run" / "checkpoints" / str(step)).arrays(), arrays)
+    assert sum(name.startswith("optimizer_state") for name in seen[12]) > 10
 
 
 def test_the_last_ones_and_the_best_are_kept(finished):
@@ -201,18 +212,16 @@ def test_no_damage_goes_unnoticed(copied, finished):
             elif file.name == "tokenizer.json":
                 with pytest.raises(UserError, match=r"tokenizer\.json"):
                     load_run(copied)
-            elif file.name == "config.json":
-                with pytest.raises(UserError, match=r"config\.json"):
+            elif file.name in ("config.json", "metrics.jsonl"):
+                with pytest.raises(UserError, match=file.name):
                     look(copied, said)
             else:
-                try:
-                    step, arrays = look(copied, said)
-                    assert step < 60
-                    assert same(arrays, older[step])
-                except UserError:  # no older checkpoint does without the damaged lines
-                    assert file.name == "metrics.jsonl"
-                name = str(file.relative_to(newest if file.is_relative_to(newest) else copied))
-                assert name in said[0] or (file.name == MANIFEST and not damaged)
+                step, arrays = look(copied, said)
+                assert step < 60
+                assert same(arrays, older[step])
+                assert str(file.relative_to(newest)) in said[0] or (
+                    file.name == MANIFEST and not damaged
+                )
         file.write_bytes(whole)
     assert cases >= 500
     step, arrays = look(copied, [])
@@ -246,15 +255,41 @@ def test_the_best_weights_come_back_from_their_checkpoint(copied, finished, dama
 
 
 def test_a_run_without_a_whole_checkpoint_is_refused(copied):
-    for manifest in copied.glob(f"checkpoints/*/{MANIFEST}"):
-        manifest.unlink()
+    for step in list_steps(copied / "checkpoints"):
+        (copied / "checkpoints" / str(step) / "manifest.ocdbt").unlink()
     said = []
     with pytest.raises(UserError, match=r"no checkpoint in .* that is undamaged"):
         look(copied, said)
-    assert all("was not written to its end" in line for line in said)
-    shutil.rmtree(copied / "checkpoints")
-    with pytest.raises(UserError, match=r"no checkpoint in .* yet"):
+    assert all("manifest.ocdbt is missing" in line for line in said)
+    # Never written to their end: nothing is damaged.
+    for manifest in copied.glob(f"checkpoints/*/{MANIFEST}"):
+        manifest.unlink()
+    with pytest.raises(UserError, match=r"no checkpoint in .* yet.*--overwrite"):
         look(copied, said)
+
+
+def test_what_cannot_be_read_is_damaged(copied, monkeypatch):
+    def sha256_of(path):
+        if path.name == "_METADATA" and path.parent.name == "60":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return files.sha256_of(path)
+
+    monkeypatch.setattr(checkpoint, "sha256_of", sha256_of)
+    said = []
+    assert look(copied, said)[0] == 59
+    assert "60/_METADATA is damaged: Input/output error." in said[0]
+    (copied / "metrics.jsonl").unlink()
+    (copied / "metrics.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"metrics\.jsonl cannot be read: Is a directory"):
+        look(copied, said)
+
+
+def test_a_manifest_without_its_checksum_is_refused(copied):
+    path = copied / "checkpoints" / "60" / MANIFEST
+    path.write_text(path.read_text().replace('"sha256": "', '"sha257": "', 1))
+    said = []
+    assert look(copied, said)[0] == 59
+    assert "manifest.json is damaged: it has no checksum" in said[0]
 
 
 def test_a_file_too_many_is_damage(copied):
@@ -355,11 +390,45 @@ def test_a_second_process_is_refused_with_the_firsts_id(copied):
         with pytest.raises(UserError, match=f"being trained by process {holder.pid}"):
             run.create(CONFIG, TOKENIZER, "", overwrite=True)
     assert sorted(copied.rglob("*")) == before
+    # However the folder is named.
+    alias = copied.parent / "alias"
+    alias.symlink_to(copied.name)
+    for name in (alias, copied / "checkpoints" / ".."):
+        with RunFolder(name) as run, pytest.raises(UserError, match=f"process {holder.pid}"):
+            run.find_checkpoint(1000)
+    alias.unlink()
     holder.kill()
     holder.wait()
     assert look(copied, said)[0] == 60
     assert said == [f"took over the lock of process {holder.pid}, which is gone"]
-    assert list(copied.parent.glob(".*lock*")) == []
+    lock = copied.parent / ".copy.lock"
+    assert not lock.exists()
+    lock.touch()  # as a power cut may leave it
+    with pytest.raises(UserError, match=r"by a process that left no name.*delete .*\.copy\.lock"):
+        look(copied, said)
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_a_step_that_was_not_evaluated_is_no_end(evaluated, tmp_path):
+    with RunFolder(tmp_path / "run") as run:
+        train(run, until=20 if evaluated else 17)
+        step = run.steps_done
+    with RunFolder(tmp_path / "run") as run:
+        if evaluated:  # stopped before its result was written
+            assert run.find_checkpoint(step).record.position.step == 20
+        else:
+            with pytest.raises(UserError, match=f"has done 17 steps; .* got {step}"):
+                run.find_checkpoint(step)
+
+
+def test_an_extended_run_has_no_old_result(copied):
+    (copied / "result.json").write_text("{}")
+    config = dataclasses.replace(CONFIG, training=dataclasses.replace(CONFIG.training, steps=65))
+    with RunFolder(copied) as run:
+        train(run, config, run.find_checkpoint(65), 65)
+    assert not (copied / "result.json").exists()
+    with RunFolder(copied) as run:  # so it can still be brought to its end
+        assert run.find_checkpoint(65).record.position.step == 65
 
 
 def test_a_run_is_not_overwritten_unasked(copied):
@@ -370,6 +439,21 @@ def test_a_run_is_not_overwritten_unasked(copied):
     with RunFolder(copied) as run:
         run.create(CONFIG, TOKENIZER, "", overwrite=True)
     assert sorted(path.name for path in copied.iterdir()) == ["config.json", "tokenizer.json"]
+    assert [path.name for path in copied.parent.iterdir()] == ["copy"]
+
+
+def test_what_cannot_be_made_leaves_what_was_there(copied, monkeypatch):
+    before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(folder, "save_config", full)
+    for path in (copied, copied.parent / "other"):
+        with RunFolder(path) as run, pytest.raises(UserError, match="No space left"):
+            run.create(CONFIG, TOKENIZER, "", overwrite=True)
+    assert {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()} == before
+    assert [path.name for path in copied.parent.iterdir()] == ["copy"]
 
 
 def test_what_is_no_run_is_not_overwritten_even_when_asked(tmp_path):

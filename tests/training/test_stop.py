@@ -36,7 +36,9 @@ def start(*argv: str) -> subprocess.Popen:
     return process
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_the_first_signal_lets_the_step_end(number, code):
     process = start()
     process.send_signal(number)
@@ -57,6 +59,19 @@ def test_the_second_signal_ends_it_at_once():
     assert process.returncode == 130
     assert out == ""  # without another word
     assert time.monotonic() - began < 30
+
+
+def test_what_is_ignored_stays_so():
+    from gptlite.training.stop import Stop
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with Stop() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            time.sleep(0.1)
+            assert not stop.requested
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_afterwards_signals_do_what_they_did():
