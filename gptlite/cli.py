@@ -163,16 +163,21 @@ def _parse(kind: type[T], argv: Sequence[str], default: T) -> T:
 
 def _sentence(box: str, argv: Sequence[str]) -> str:
     """What tyro draws a box around, in a line: the error, and what was expected or meant."""
-    lines = [line.strip("│ ") for line in box.splitlines() if line.startswith("│")]
-    error = " ".join(lines).split("───")[0].strip().rstrip(".")
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()  # without colours
+    if lines[0].startswith("╭"):
+        lines = [line[2:-2].rstrip() for line in lines if line.startswith("│")]
+    else:  # drawn in ASCII: a title, a rule, and what follows is indented
+        lines = [line[2:].rstrip() for line in lines[2:]]
+    rules = [place for place, line in enumerate(lines) if set(line) <= set("─-")]
+    error = " ".join(line.strip() for line in lines[: min(rules, default=None)]).rstrip(".")
     # Of a flag that takes no value, it names the value alone.
     for flag, equals, value in (word.partition("=") for word in argv):
         if equals and flag not in error and value in error:
             error += f" (in {flag}={value})"
-    options = re.findall(r"^│ {5}(--.*?) *│$", box, re.MULTILINE)
+    options = [line.strip() for line in lines if line.startswith("    --")]
     if not options:
         return f"{error}. See --help."
-    hint = "Expected" if "Argument helptext:" in box else "Perhaps you meant"
+    hint = "Expected" if "Argument helptext:" in lines else "Perhaps you meant"
     return f"{error}. {hint} {' or '.join(options)}."
 
 

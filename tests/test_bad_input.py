@@ -1,6 +1,8 @@
 """Every knob and flag with values that it should not have; every kind of text that is none."""
 
 import dataclasses
+import functools
+import inspect
 import os
 import subprocess
 import sys
@@ -27,6 +29,14 @@ TINY = [
     "--training.steps=2",
     "--training.sample-tokens=0",
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sources_are_read_once():
+    """tyro reads config.py anew at every parse, which takes a third of the time of these tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inspect, "getsourcelines", functools.cache(inspect.getsourcelines))
+        yield
 
 
 def knobs() -> Iterator[tuple[str, Any]]:
@@ -111,6 +121,25 @@ def test_the_tables_leave_no_knob_out():
 )
 def test_words_that_are_no_flags_are_refused(words):
     one_line(parse_train, words)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_errors_are_sentences_whatever_the_terminal_can_draw(encoding):
+    for words, said in (
+        ("--training.steps many", "error: Error parsing --training.steps: invalid literal for "
+         "int() with base 10: 'many'. Expected --training.steps INT."),
+        ("--trainig.keep", "error: Unrecognized options: --trainig.keep. Perhaps you meant "
+         "--training.keep INT"),
+        ("--training.keep 0", "error: Error parsing config.training: training.keep must be "
+         "between 1 and 2147483647, got 0. See --help."),
+    ):  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "train.py"), *words.split()],
+            capture_output=True, text=True, env={**os.environ, "PYTHONIOENCODING": encoding},
+        )  # fmt: skip
+        assert done.returncode == 2
+        assert done.stderr.startswith(said)
+        assert done.stderr.count("\n") == 1
 
 
 # -- texts ---------------------------------------------------------------------------------------
