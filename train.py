@@ -32,7 +32,6 @@ def train(arguments: TrainArguments) -> None:
     from gptlite.text.corpus import load_corpus
     from gptlite.text.tokenizer import decode, make_tokenizer
     from gptlite.text.tokens import split_corpus
-    from gptlite.training.checkpoint import quieten
     from gptlite.training.evaluate import bits_per_byte
     from gptlite.training.folder import RunFolder
     from gptlite.training.loop import fit
@@ -52,7 +51,6 @@ def train(arguments: TrainArguments) -> None:
     # No more devices than can share a batch evenly.
     set_up_jax(math.gcd(training.cpu_devices, training.batch_size // training.accumulation))
 
-    quieten()
     with RunFolder(path) as run:
         checkpoint = run.find_checkpoint(training.steps) if arguments.resume is not None else None
 

@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orbax.checkpoint as ocp
-from absl import logging as absl_logging
 
 from gptlite.config import UserError
 from gptlite.files import json_from_bytes, json_to_bytes, sha256_of, sync, write_atomically
@@ -30,21 +28,6 @@ from gptlite.training.step import TrainState
 from gptlite.training.weights import fill, named_arrays
 
 MANIFEST = "manifest.json"
-
-
-def quieten() -> None:
-    """Have Orbax say nothing on its own, for this whole process: it logs every phase of every save,
-    and all errors, which it raises too."""
-    absl_logging.set_verbosity(absl_logging.FATAL)
-    before = sys.unraisablehook
-
-    def leave_out_closed_loops(unraisable: Any) -> None:
-        # Of several writes that fail together, Orbax raises the first one's error and closes its
-        # event loop, which the others then complain about.
-        if "Event loop is closed" not in str(unraisable.exc_value):
-            before(unraisable)
-
-    sys.unraisablehook = leave_out_closed_loops
 
 
 @dataclass(frozen=True)
@@ -112,6 +95,8 @@ class Checkpoint:
         **Raises:** `UserError` if they are not of the skeleton's names, shapes and dtypes. That is
         found out before any array is read.
         """
+        import orbax.checkpoint as ocp
+
         wanted = {name: (x.shape, x.dtype) for name, x in named_arrays(skeleton).items()}
         with ocp.PyTreeCheckpointer() as checkpointer, _as_user_error(self.path, "read"):
             metadata = checkpointer.metadata(self.path.absolute()).item_metadata.tree
@@ -126,6 +111,8 @@ class Checkpoint:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """All that were saved, under their paths in the state."""
+        import orbax.checkpoint as ocp
+
         with ocp.PyTreeCheckpointer() as checkpointer, _as_user_error(self.path, "read"):
             names = checkpointer.metadata(self.path.absolute()).item_metadata.tree
             as_arrays = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
@@ -140,7 +127,7 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int):
         """`keep`: how many of the last ones to keep. The best are kept, too."""
         self._folder, self._keep = folder, keep
-        self._checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
+        self._checkpointer: Any = None
         self._thread = concurrent.futures.ThreadPoolExecutor(1)
         self._saving: concurrent.futures.Future[None] | None = None
 
@@ -152,6 +139,12 @@ class Checkpoints:
 
         **Raises:** `UserError` if this checkpoint or the one before could not be written.
         """
+        # Here, because it takes half a second to import, which a first step need not wait for.
+        import orbax.checkpoint as ocp
+
+        if self._checkpointer is None:
+            _quieten()
+            self._checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
         self.wait()
         path = self._folder / str(record.position.step)
         arrays = named_arrays(state)
@@ -176,6 +169,8 @@ class Checkpoints:
     def close(self) -> None:
         """Waits for the thread; what went wrong there, `wait` has to be asked for."""
         self._thread.shutdown()
+        if self._checkpointer is None:
+            return
         with contextlib.suppress(Exception):
             self._checkpointer.close()
 
@@ -278,3 +273,20 @@ def _as_user_error(path: Path, done: str) -> Iterator[None]:
         code = re.search(r"os_error_code='(\d+)'", str(error))
         reason = os.strerror(int(code[1])) if code else f"{error}".strip().partition("\n")[0]
         raise UserError(f"The checkpoint {path} cannot be {done}: {reason}.") from error
+
+
+def _quieten() -> None:
+    """Have Orbax say nothing on its own, in this whole process: it logs every phase of every save,
+    and all errors, which it raises too."""
+    from absl import logging
+
+    logging.set_verbosity(logging.FATAL)
+    before = sys.unraisablehook
+
+    def leave_out_closed_loops(unraisable: Any) -> None:
+        # Of several writes that fail together, Orbax raises the first one's error and closes its
+        # event loop, which the others then complain about.
+        if "Event loop is closed" not in str(unraisable.exc_value):
+            before(unraisable)
+
+    sys.unraisablehook = leave_out_closed_loops

@@ -103,7 +103,7 @@ class RunFolder:
         """
         check_free(self.path, overwrite=overwrite)
         self.lock()
-        check_free(self.path, overwrite=overwrite)  # it may have come while the lock was awaited
+        check_free(self.path, overwrite=overwrite)  # another process may have been quicker
         # Made beside its place, so that there is never half of it.
         new, old = (self.path.with_name(f".{self.path.name}.{what}") for what in ("new", "old"))
         with self._writing():
