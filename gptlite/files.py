@@ -57,9 +57,9 @@ def is_sealed_by(content: bytes, checksum: str) -> bool:
     return hashlib.sha256(unsealed).hexdigest() == checksum
 
 
-def json_to_bytes(record: dict[str, Any], *, indent: int | None = 2) -> bytes:
+def json_to_bytes(record: dict[str, Any]) -> bytes:
     """`record` as JSON, with a checksum of the whole text as its first entry, `sha256`."""
-    text = json.dumps({"sha256": SEAL.decode(), **record}, allow_nan=False, indent=indent)
+    text = json.dumps({"sha256": SEAL.decode(), **record}, allow_nan=False, indent=2)
     return seal(text.encode("ascii") + b"\n")
 
 

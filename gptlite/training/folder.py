@@ -221,8 +221,7 @@ class RunFolder:
         self._metrics_bytes += len(line)
         if progress.val_loss is None:
             return
-        best = self.best is None or progress.val_loss < self.best["val_loss"]
-        if best:
+        if self.best is None or progress.val_loss < self.best["val_loss"]:
             self.best = {"step": progress.step, "val_loss": progress.val_loss}
 
     def save(self, progress: Progress) -> None:

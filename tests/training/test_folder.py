@@ -2,14 +2,12 @@
 
 import dataclasses
 import errno
-import json
 import os
 import random
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -17,6 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from conftest import TEXT, TINY
+from soak.kill_loop import metrics as lines
 
 from gptlite import files
 from gptlite.config import Config, TrainingConfig, UserError, load_config
@@ -78,13 +77,6 @@ def train(
             if progress.step >= until:
                 break
     return arrays
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl, times aside."""
-    times = ("tokens_per_second", "step_seconds", "seconds")
-    records = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in record.items() if k not in times} for record in records]
 
 
 def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
@@ -186,7 +178,7 @@ def look(path: Path, said: list[str], with_arrays=True) -> tuple[int, dict[str, 
         return checkpoint.record.position.step, checkpoint.arrays() if with_arrays else {}
 
 
-CASES_PER_FILE = 15
+CASES_PER_FILE = 20  # of each kind; Orbax writes from ten files on
 
 
 def test_no_damage_goes_unnoticed(copied, finished):
