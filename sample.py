@@ -24,7 +24,7 @@ def sample(arguments: SampleArguments) -> None:
     from gptlite.training.run import load_run
 
     set_up_jax()
-    run = load_run(find_run(arguments.run), arguments.weights)
+    run = load_run(find_run(arguments.run), arguments.weights, own=arguments.own)
     prompt = read_prompt(arguments)
     if not prompt:
         raise UserError("The prompt is empty: give at least one character to go on from.")

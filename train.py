@@ -27,6 +27,7 @@ def train(arguments: TrainArguments) -> None:
     from gptlite.generation.generate import generate
     from gptlite.models.gpt import GPT
     from gptlite.models.summary import count_parameters, summary
+    from gptlite.own import describe_own, load_own
     from gptlite.runs import check_free, find_run, new_run
     from gptlite.runtime import set_up_jax
     from gptlite.text.corpus import load_corpus
@@ -57,7 +58,7 @@ def train(arguments: TrainArguments) -> None:
         # Text to tokens.
         name = arguments.config.data.corpus
         corpus = load_corpus(name) if checkpoint is None else checkpoint.load_text(name)
-        config = resolve_corpus(arguments.config, corpus.name)
+        config = load_own(resolve_corpus(arguments.config, corpus.name))
         if checkpoint is None:
             tokenizer = make_tokenizer(config.data.tokenizer, corpus.alphabet)
         else:
@@ -92,6 +93,9 @@ def train(arguments: TrainArguments) -> None:
             + (f", from step {checkpoint.record.position.step}" if checkpoint else ""),
             flush=True,
         )
+        own = shlex.split(describe_own(config.model))
+        if own:
+            print(f"with code that is not gptlite's: {' '.join(own)}", flush=True)
 
         # Training. `fit` compiles before the folder is touched: what cannot be trained leaves
         # nothing there, and replaces nothing.
@@ -160,7 +164,7 @@ def train(arguments: TrainArguments) -> None:
     beginning = next(piece for piece in corpus.pieces() if piece)
     first_word = (beginning.split() or [beginning])[0]
     prompt = "ROMEO:" if corpus.name == "shakespeare" else first_word[:8]
-    command = ["python", "sample.py", "--run", str(path), f"--prompt={prompt}"]
+    command = ["python", "sample.py", "--run", str(path), *own, f"--prompt={prompt}"]
     print(
         f"best validation loss {best_val_loss:.4f} nats a token "
         f"({bits_per_byte(best_val_loss, split):.4f} bits per byte) "

@@ -16,7 +16,10 @@ from gptlite import typecheck as typecheck
 
 # gptlite.config is left out: it speaks in sentences of its own, and must import at once.
 _jaxtyping.install_import_hook(
-    [f"gptlite.{room}" for room in ("text", "nn", "models", "training", "generation")],
+    [
+        f"gptlite.{room}"
+        for room in ("text", "nn", "models", "training", "generation", "comparison")
+    ],
     "gptlite.typecheck.typechecker",
 )
 
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from gptlite.generation.generate import generate
     from gptlite.models.gpt import GPT
     from gptlite.models.summary import summary
+    from gptlite.own import load_own
     from gptlite.text.corpus import load_corpus
     from gptlite.text.tokenizer import make_tokenizer
     from gptlite.text.tokens import split_corpus
@@ -41,6 +45,7 @@ _HOMES = {
     "fit": "training.loop",
     "generate": "generation.generate",
     "load_corpus": "text.corpus",
+    "load_own": "own",
     "load_run": "training.run",
     "make_tokenizer": "text.tokenizer",
     "split_corpus": "text.tokens",
@@ -57,6 +62,7 @@ __all__ = [
     "fit",
     "generate",
     "load_corpus",
+    "load_own",
     "load_run",
     "make_tokenizer",
     "split_corpus",

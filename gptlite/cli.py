@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import io
 import os
 import re
@@ -24,9 +25,12 @@ from gptlite.config import (
     require_range,
     require_resumable,
 )
+from gptlite.own import named_again, own_blocks
 from gptlite.runs import find_run
 
 DEFAULT_PRESET = "quick"
+# Stands for a run's own block that is yet to be named again.
+NOT_NAMED = "FILE.py:CLASS"
 T = TypeVar("T")
 
 
@@ -72,6 +76,16 @@ class TrainArguments:
 
 
 @dataclass(frozen=True)
+class OwnBlocks:
+    """Blocks of your own: named again, as they were to train.py."""
+
+    block: str | None = None
+    norm: str | None = None
+    attention: str | None = None
+    mlp: str | None = None
+
+
+@dataclass(frozen=True)
 class SampleArguments:
     """Generate text with a trained model.
 
@@ -109,12 +123,64 @@ class SampleArguments:
         default_factory=SamplingConfig
     )
 
+    model: OwnBlocks = field(default_factory=OwnBlocks)
+
+    @property
+    def own(self) -> dict[str, str]:
+        """The blocks that were named."""
+        return {knob: value for knob, value in vars(self.model).items() if value is not None}
+
     def __post_init__(self):
         require_range("max_new_tokens", self.max_new_tokens, 1, MOST)
         require_range("num_samples", self.num_samples, 1, 100_000)
         require_range("seed", self.seed, 0, MOST)
         if self.prompt is not None and self.prompt_file is not None:
             raise UserError("Give the prompt with --prompt or with --prompt-file, not with both.")
+
+
+@dataclass(frozen=True)
+class CompareArguments:
+    """Train variants of a model from several seeds each, and tell which differences are real.
+
+    All seeds of a variant are trained at the same time. Variants are paired by seed: the same seed
+    reads the same batches in the same order. Stopped and started again with the same --name, it
+    goes on with what is missing; more --vary and more --seeds may be added. The table, a CSV file
+    and a picture are written to comparisons/NAME/."""
+
+    base: Annotated[
+        Literal[tuple(PRESETS)],  # pyright: ignore[reportInvalidTypeForm] - one list of names
+        tyro.conf.arg(help="The preset that all variants start from; settings below change it."),
+    ] = DEFAULT_PRESET
+
+    vary: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """SECTION.FIELD=VALUE,VALUE,...: a variant for each value, with all else as in the base; may be
+    given several times. More settings may be joined to a value with +, as in
+    model.mlp=swiglu,moe+model.n_experts=8."""
+
+    seeds: int = 5
+    """Seeds of each variant: 0, 1, 2, ..."""
+
+    equal: Literal["steps", "flops", "time"] = "steps"
+    """What variants have in common. flops, time: steps are chosen so that a variant spends as many
+    floating-point operations, or as much time, as the base."""
+
+    name: str = "comparison"
+    """The folder in comparisons/."""
+
+    seeds_at_once: int | None = None
+    """Seeds trained at the same time. None: all that fit into memory."""
+
+    debug: bool = False
+    """Show where in the code an error came from."""
+
+    config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+    def __post_init__(self):
+        require_range("seeds", self.seeds, 1, 10_000)
+        if self.seeds_at_once is not None:
+            require_range("seeds_at_once", self.seeds_at_once, 1, 10_000)
+        if self.name != os.path.basename(self.name) or self.name in ("", ".", ".."):
+            raise UserError(f"--name takes a name for the folder, got {self.name!r}.")
 
 
 def parse_train(argv: Sequence[str]) -> TrainArguments:
@@ -124,11 +190,11 @@ def parse_train(argv: Sequence[str]) -> TrainArguments:
     only_resume = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     only_resume.add_argument("--resume", nargs="?")
     resume = only_resume.parse_known_args(argv)[0].resume
-    if resume is None:
-        default = TrainArguments(preset, config=PRESETS[preset][1])
-    else:
-        default = TrainArguments(preset, config=load_config(find_run(resume) / "config.json"))
-    arguments = _parse(TrainArguments, argv, default)
+    resumed = None if resume is None else find_run(resume) / "config.json"
+    before = PRESETS[preset][1] if resumed is None else load_config(resumed)
+    own = dict.fromkeys(own_blocks(before.model), NOT_NAMED)
+    unnamed = dataclasses.replace(before, model=dataclasses.replace(before.model, **own))
+    arguments = _parse(TrainArguments, argv, TrainArguments(preset, config=unnamed))
     if arguments.preset != preset:
         raise UserError(f"The preset comes first: python train.py {arguments.preset} ...")
     if resume is not None:
@@ -141,13 +207,65 @@ def parse_train(argv: Sequence[str]) -> TrainArguments:
                 raise UserError(
                     f"A run that is resumed keeps its name and settings: leave {option} out."
                 )
-        require_resumable(default.config, arguments.config)
+        given = {knob: getattr(arguments.config.model, knob) for knob in own}
+        named = {knob: value for knob, value in given.items() if value != NOT_NAMED}
+        require_resumable(named_again(before, named), arguments.config)
     return arguments
 
 
 def parse_sample(argv: Sequence[str]) -> SampleArguments:
     """`sample.py`'s command line. `argv` is without the program's name."""
     return _parse(SampleArguments, argv, SampleArguments())
+
+
+def parse_compare(argv: Sequence[str]) -> tuple[CompareArguments, dict[str, Config]]:
+    """`compare.py`'s command line, and the variants that it asks for by name, the base first.
+    `argv` is without the program's name."""
+    only_base = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    only_base.add_argument("--base", nargs="?")
+    base = only_base.parse_known_args(argv)[0].base
+    base = base if base in PRESETS else DEFAULT_PRESET
+    arguments = _parse(CompareArguments, argv, CompareArguments(base, config=PRESETS[base][1]))
+    variants = {f"base ({arguments.base})": arguments.config}
+    for vary in arguments.vary:
+        field_name, equals, values = vary.partition("=")
+        if not equals or not values:
+            raise UserError(f"--vary takes SECTION.FIELD=VALUE,VALUE,..., got {vary!r}.")
+        for value in values.split(","):
+            settings = f"{field_name}={value}".split("+")
+            config = _changed(arguments.config, settings)
+            if config not in variants.values():
+                variants[" ".join(s.removeprefix("model.") for s in settings)] = config
+    if len(variants) == 1:
+        raise UserError("There is nothing to compare: give --vary SECTION.FIELD=VALUE,VALUE,...")
+    return arguments, variants
+
+
+def _changed(config: Config, settings: Sequence[str]) -> Config:
+    """`config` with each of `settings`, `SECTION.FIELD=VALUE`."""
+    argv = []
+    for setting in settings:
+        name, _, value = setting.partition("=")
+        section, _, knob = name.strip().replace("-", "_").partition(".")
+        if section not in ("model", "optimizer", "training") or (section, knob) == (
+            "training",
+            "seed",
+        ):
+            raise UserError(
+                "--vary takes fields of model, optimizer and training (but the seed, which "
+                f"--seeds varies), got {name!r}."
+            )
+        option = f"--{section}.{knob.replace('_', '-')}"
+        if value.lower() in ("true", "false"):
+            option = (
+                option
+                if value.lower() == "true"
+                else f"--{section}.no-{option[3 + len(section) :]}"
+            )
+            argv.append(option)
+        else:
+            argv += [option, value]
+    return _parse(Config, argv, config)
 
 
 def _parse(kind: type[T], argv: Sequence[str], default: T) -> T:

@@ -4,10 +4,13 @@ This module imports nothing heavy, so that `--help` answers at once.
 """
 
 import dataclasses
+import inspect
 import math
+import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from gptlite.files import json_from_bytes, json_to_bytes, write_atomically
 
@@ -44,6 +47,14 @@ def require_types(section: str, config: Any) -> None:
                 f"{section}{name} must be one of {', '.join(choices)}, got {value!r}.",
             )
             continue
+        if OwnBlock in get_args(kind):
+            choices = get_args(get_args(kind)[0])
+            require(
+                value in choices or is_own(value),
+                f"{section}{name} must be one of {', '.join(choices)}, or FILE.py:CLASS for a "
+                f"block of your own, got {value!r}.",
+            )
+            continue
         kinds = get_args(kind) or (kind,)
         if float in kinds:
             kinds += (int,)
@@ -52,9 +63,37 @@ def require_types(section: str, config: Any) -> None:
         require(fits, f"{section}{name} must be {wanted}, got {value!r}.")
 
 
-NormName = Literal["rms", "layer"]
-MLPName = Literal["gelu", "silu", "relu", "relu2", "swiglu"]
-PositionsName = Literal["rotary", "learned", "sinusoidal", "none"]
+BlockName = Literal["pre", "post", "sandwich", "parallel"]
+NormName = Literal["rms", "layer", "dyt"]
+AttentionName = Literal["full", "sliding"]
+MLPName = Literal["gelu", "silu", "relu", "relu2", "swiglu", "geglu", "moe"]
+PositionsName = Literal["rotary", "learned", "sinusoidal", "alibi", "relative", "none"]
+
+# A block of the user's own, see own.py: `FILE.py:CLASS`, or the class. (The command line's parser
+# reads these annotations when the program runs, and could not make a class of a word.)
+if TYPE_CHECKING:
+    OwnBlock = str | type
+else:
+    OwnBlock = str
+OWN_KNOBS = ("block", "norm", "attention", "mlp")
+
+
+def is_own(value: Any) -> bool:
+    """Whether a knob's value is a block of the user's own, or the name of one."""
+    if isinstance(value, str):
+        return re.fullmatch(r".+\.py:[A-Za-z_]\w*", value, re.DOTALL) is not None
+    return isinstance(value, type)
+
+
+def block_name(value: str | type) -> str:
+    """`FILE.py:CLASS` for a class; a name as it is."""
+    if isinstance(value, str):
+        return value
+    try:
+        file = os.path.relpath(inspect.getfile(value))
+    except (TypeError, OSError, ValueError):  # typed at a prompt; on another drive
+        file = f"{value.__module__}.py"
+    return f"{file}:{value.__qualname__}"
 
 
 @dataclass(frozen=True)
@@ -88,24 +127,49 @@ class ModelConfig:
     n_heads: int = 2
     """Attention heads; must divide d_model."""
 
+    n_kv_heads: int | None = None
+    """Heads of keys and values; must divide n_heads. Fewer than n_heads: grouped-query attention,
+    1: multi-query attention. None: n_heads."""
+
     d_model: int = 128
     """Width of the residual stream."""
 
     d_ff: int | None = None
-    """Width inside the MLP. None: 4 d_model, or for swiglu, which has a third matrix, 8/3 d_model
-    rounded up to a multiple of 8."""
+    """Width inside the MLP. None: 4 d_model, or for swiglu and geglu, which have a third matrix,
+    8/3 d_model rounded up to a multiple of 8. With moe: of all experts that a token has."""
 
     context_length: int = 256
     """Tokens that the model sees at once, in training and in generation."""
 
-    norm: NormName = "rms"
-    """RMSNorm or LayerNorm, before attention, before the MLP and before the head."""
+    block: BlockName | OwnBlock = "pre"
+    """Where the norms stand: before attention and MLP, after them (outside the residual), on both
+    sides (sandwich), or one before attention and MLP side by side (parallel). Here and below,
+    FILE.py:CLASS takes a block of your own."""
 
-    mlp: MLPName = "relu2"
-    """The MLP's nonlinearity; swiglu adds a gate."""
+    norm: NormName | OwnBlock = "rms"
+    """RMSNorm, LayerNorm or DyT, in the blocks and before the head."""
+
+    attention: AttentionName | OwnBlock = "full"
+    """What a token attends to: all before it, or the last `window`."""
+
+    window: int = 64
+    """With sliding attention: tokens that a token sees, itself included."""
+
+    mlp: MLPName | OwnBlock = "relu2"
+    """The MLP's nonlinearity; swiglu and geglu add a gate; moe is a mixture of relu2 experts."""
+
+    n_experts: int = 4
+    """With moe: how many experts."""
+
+    experts_per_token: int = 2
+    """With moe: how many of them a token is sent to."""
+
+    balance_loss: float = 0.01
+    """With moe: weight of the loss that keeps the experts equally busy."""
 
     positions: PositionsName = "rotary"
-    """How the model knows where a token stands."""
+    """How the model knows where a token stands. alibi and relative add to attention's scores by
+    distance."""
 
     embed_previous: int = 2
     """How many earlier tokens are added to each token's embedding, each lag from a table of its
@@ -113,6 +177,12 @@ class ModelConfig:
 
     qk_norm: bool = True
     """RMS-normalise queries and keys before their product."""
+
+    value_residual: bool = False
+    """Add the first layer's values to every layer's."""
+
+    logit_cap: float | None = None
+    """Bound the logits smoothly to this size. None: no bound."""
 
     bias: bool = False
     """Biases in linear layers and LayerNorms."""
@@ -129,8 +199,9 @@ class ModelConfig:
     attention."""
 
     init: Literal["zero", "gpt2"] = "zero"
-    """zero: matrices scaled by their input width, those that write to the residual stream or the
-    logits start at zero. gpt2: standard deviation 0.02, residual writers / sqrt(2 n_layers)."""
+    """zero: matrices scaled by their input width, those that write to the residual stream (unless
+    a norm follows) or the logits start at zero. gpt2: standard deviation 0.02, residual writers /
+    sqrt(2 n_layers)."""
 
     stack: Literal["unrolled", "scan"] = "unrolled"
     """Run the layers one by one (fastest to run on a CPU) or by lax.scan (fastest to compile).
@@ -141,19 +212,34 @@ class ModelConfig:
         for name, most in (
             ("n_layers", 10_000),
             ("n_heads", 10_000),
+            ("n_experts", 10_000),
             ("d_model", 1_000_000),
+            ("window", 10_000_000),
             ("context_length", 10_000_000),
         ):
             require_range(f"model.{name}", getattr(self, name), 1, most)
         if self.d_ff is not None:
             require_range("model.d_ff", self.d_ff, 1, 10_000_000)
         require_range("model.embed_previous", self.embed_previous, 0, 64)
+        require_range("model.experts_per_token", self.experts_per_token, 1, self.n_experts)
+        require_range("model.balance_loss", self.balance_loss, 0.0)
         require_range("model.dropout", self.dropout, 0.0, 0.99)
         require_range("model.attention_dropout", self.attention_dropout, 0.0, 0.99)
         require(
             self.d_model % self.n_heads == 0,
             f"model.d_model must be a multiple of model.n_heads, got d_model {self.d_model} "
             f"and n_heads {self.n_heads}.",
+        )
+        if self.n_kv_heads is not None:
+            require_range("model.n_kv_heads", self.n_kv_heads, 1, self.n_heads)
+            require(
+                self.n_heads % self.n_kv_heads == 0,
+                f"model.n_heads must be a multiple of model.n_kv_heads, got n_heads {self.n_heads} "
+                f"and n_kv_heads {self.n_kv_heads}.",
+            )
+        require(
+            self.logit_cap is None or 0.0 < self.logit_cap < math.inf,
+            f"model.logit_cap must be a positive number or None, got {self.logit_cap}.",
         )
         require(
             self.positions != "rotary" or self.d_head % 2 == 0,
@@ -176,7 +262,8 @@ class ModelConfig:
         """Width inside the MLP, with the default filled in."""
         if self.d_ff is not None:
             return self.d_ff
-        return -(-8 * self.d_model // 3 // 8) * 8 if self.mlp == "swiglu" else 4 * self.d_model
+        gated = self.mlp in ("swiglu", "geglu")
+        return -(-8 * self.d_model // 3 // 8) * 8 if gated else 4 * self.d_model
 
 
 @dataclass(frozen=True)
@@ -470,9 +557,17 @@ def resolve_corpus(config: Config, corpus: str) -> Config:
     return dataclasses.replace(config, data=dataclasses.replace(config.data, corpus=corpus))
 
 
+def plain(config: Config) -> dict[str, Any]:
+    """`config` as plain data, with classes by name."""
+    sections = dataclasses.asdict(config)
+    model = sections["model"]
+    sections["model"] = model | {k: block_name(model[k]) for k in OWN_KNOBS}
+    return sections
+
+
 def save_config(config: Config, path: Path) -> None:
     """Write `config` as JSON."""
-    write_atomically(path, json_to_bytes(dataclasses.asdict(config)))
+    write_atomically(path, json_to_bytes(plain(config)))
 
 
 def load_config(path: Path) -> Config:

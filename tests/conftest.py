@@ -88,7 +88,9 @@ def tiny_model(**changes) -> GPT:
     def draw(leaf):
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
-        return jnp.asarray(random.normal(scale=leaf.shape[-1] ** -0.5, size=leaf.shape), leaf.dtype)
+        return jnp.asarray(
+            random.normal(scale=(leaf.shape or (1,))[-1] ** -0.5, size=leaf.shape), leaf.dtype
+        )
 
     return jax.tree.map(draw, skeleton)
 

@@ -5,9 +5,11 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from gptlite.nn.linear import Linear
+from gptlite.nn.precision import widen
 
 
 def relu2(x: Float[Array, "*batch d_ff"]) -> Float[Array, "*batch d_ff"]:
@@ -52,18 +54,21 @@ class MLP(eqx.Module):
         return self.down(self.activation(self.up(x)))
 
 
-class SwiGLU(eqx.Module):
-    """`down(silu(gate(x)) · up(x))` (Shazeer, 2020, eq. 6)."""
+class GatedMLP(eqx.Module):
+    """`down(activation(gate(x)) · up(x))` (Shazeer, 2020): SwiGLU with SiLU (eq. 6), GEGLU with
+    GELU (eq. 6)."""
 
     gate: Linear
     up: Linear
     down: Linear
+    activation: Callable[[Array], Array] = eqx.field(static=True)
 
     def __init__(
         self,
         d_model: int,
         d_ff: int,
         *,
+        activation: Callable[[Array], Array] = jax.nn.silu,
         std: float,
         down_std: float,
         bias: bool = False,
@@ -74,6 +79,84 @@ class SwiGLU(eqx.Module):
         self.gate = Linear(d_model, d_ff, std=std, bias=bias, key=gate_key)
         self.up = Linear(d_model, d_ff, std=std, bias=bias, key=up_key)
         self.down = Linear(d_ff, d_model, std=down_std, bias=bias, key=down_key)
+        self.activation = activation
 
     def __call__(self, x: Float[Array, "*batch d_model"]) -> Float[Array, "*batch d_model"]:
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        return self.down(self.activation(self.gate(x)) * self.up(x))
+
+
+class MoE(eqx.Module):
+    """A mixture of experts: MLPs, of which a router picks a few for each token, and weights each
+    with its probability (Shazeer et al., 2017, section 2; Fedus et al., 2022, section 2.1).
+
+    Trained with a second loss, which keeps the experts equally busy: `balance_loss · n_experts ·
+    sum_i f_i P_i`, where f is the share of the choices and P the mean probability that went to
+    expert i (Fedus et al., 2022, eq. 4). It is not in the output: it joins the gradients on their
+    way back, as if it had been added to the loss. `inference` (`eqx.nn.inference_mode`) leaves it
+    out.
+
+    No token is ever dropped, and none knows of others'. Every expert computes every token, those
+    not picked times 0: they are groups of columns of one wide MLP. That costs the arithmetic of all
+    experts, and is right where they are few.
+    """
+
+    router: Linear
+    up: Linear
+    down: Linear
+    activation: Callable[[Array], Array] = eqx.field(static=True)
+    n_experts: int = eqx.field(static=True)
+    experts_per_token: int = eqx.field(static=True)
+    balance_loss: float = eqx.field(static=True)
+    inference: bool
+
+    def __init__(
+        self,
+        d_model: int,
+        d_expert: int,
+        *,
+        n_experts: int,
+        experts_per_token: int,
+        balance_loss: float = 0.01,
+        activation: Callable[[Array], Array] = relu2,
+        std: float,
+        down_std: float,
+        key: PRNGKeyArray,
+    ):
+        """`d_expert`: width inside each expert. `std` and `down_std`: see `Linear`, for `router`
+        and `up`, and for `down`."""
+        router_key, up_key, down_key = jax.random.split(key, 3)
+        self.router = Linear(d_model, n_experts, std=std, key=router_key)
+        self.up = Linear(d_model, n_experts * d_expert, std=std, key=up_key)
+        self.down = Linear(n_experts * d_expert, d_model, std=down_std, key=down_key)
+        self.activation = activation
+        self.n_experts = n_experts
+        self.experts_per_token = experts_per_token
+        self.balance_loss = balance_loss
+        self.inference = False
+
+    def __call__(self, x: Float[Array, "*batch d_model"]) -> Float[Array, "*batch d_model"]:
+        probability = jax.nn.softmax(widen(self.router(x)), axis=-1)
+        _, picked = lax.top_k(probability, self.experts_per_token)
+        picked = jnp.sum(jax.nn.one_hot(picked, self.n_experts, dtype=probability.dtype), axis=-2)
+        hidden = self.activation(self.up(x)).reshape(*probability.shape, -1)
+        gate = (probability * picked).astype(x.dtype)
+        y = self.down((hidden * gate[..., None]).reshape(*x.shape[:-1], -1))
+        if self.inference or not self.balance_loss:
+            return y
+        tokens = tuple(range(x.ndim - 1))
+        share = jnp.mean(picked, axis=tokens) / self.experts_per_token
+        balance = self.n_experts * jnp.sum(share * jnp.mean(probability, axis=tokens))
+        return _add_loss(y, self.balance_loss * balance)
+
+
+@jax.custom_vjp
+def _add_loss(y: Array, loss: Float[Array, ""]) -> Array:
+    """`y`; but gradients are those of the final loss plus `loss`."""
+    del loss
+    return y
+
+
+_add_loss.defvjp(
+    lambda y, loss: (y, jnp.ones_like(loss)),
+    lambda one, grad: (grad, one),
+)

@@ -49,3 +49,21 @@ class LayerNorm(eqx.Module):
         variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
         y = centred * lax.rsqrt(variance + self.eps) * self.weight
         return (y if self.bias is None else y + self.bias).astype(x.dtype)
+
+
+class DyT(eqx.Module):
+    """`weight · tanh(alpha x) + bias`: no norm at all, but in a norm's place (Zhu et al., 2025,
+    "Transformers without normalization", eq. 1). `alpha` is one trained number."""
+
+    alpha: Float[Array, ""]
+    weight: Float[Array, " d"]
+    bias: Float[Array, " d"] | None
+
+    def __init__(self, d: int, *, alpha: float = 0.5, bias: bool = True):
+        self.alpha = jnp.array(alpha)
+        self.weight = jnp.ones(d)
+        self.bias = jnp.zeros(d) if bias else None
+
+    def __call__(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
+        y = jnp.tanh(self.alpha * widen(x)) * self.weight
+        return (y if self.bias is None else y + self.bias).astype(x.dtype)

@@ -1,9 +1,15 @@
 """Position encodings.
 
-All have one call, `positions(x, offset)`, on `[*batch, seq, d]` whose first token stands at
-absolute position `offset`. `Learned` and `Sinusoidal` are for the embeddings, before the first
-block; `Rotary` is for queries and keys, inside attention; `NoPositions` fits both places.
+`Learned`, `Sinusoidal`, `Rotary` and `NoPositions` have one call, `positions(x, offset)`, on
+`[*batch, seq, d]` whose first token stands at absolute position `offset`. `Learned` and
+`Sinusoidal` are for the embeddings, before the first block, and take an offset for each sequence,
+too; `Rotary` is for queries and keys, inside attention; `NoPositions` fits both places.
+
+`ALiBi` and `RelativeBias` are for attention's scores: `bias(queries, keys, offset)` is what is
+added to those of queries at positions from `offset` on and keys from 0 on.
 """
+
+import math
 
 import equinox as eqx
 import jax
@@ -11,14 +17,18 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from gptlite.nn.embedding import Embedding
+
 Offset = int | Int[Array, ""]
+# One for all sequences or one for each. What stands before position 0 is padding.
+Offsets = Offset | Int[Array, "*batch"]
 
 
 class NoPositions(eqx.Module):
     """The identity: attention's causal mask is then all that tells order (Haviv et al., 2022)."""
 
     def __call__(
-        self, x: Float[Array, "*batch seq d"], offset: Offset = 0
+        self, x: Float[Array, "*batch seq d"], offset: Offsets = 0
     ) -> Float[Array, "*batch seq d"]:
         return x
 
@@ -35,14 +45,16 @@ class Learned(eqx.Module):
         self.weight = std * jax.random.normal(key, (context_length, d))
 
     def __call__(
-        self, x: Float[Array, "*batch seq d"], offset: Offset = 0
+        self, x: Float[Array, "*batch seq d"], offset: Offsets = 0
     ) -> Float[Array, "*batch seq d"]:
         context, seq = len(self.weight), x.shape[-2]
         if seq > context:
             raise ValueError(
                 f"Learned positions end at context_length {context}, got a sequence of {seq}."
             )
-        return x + lax.dynamic_slice_in_dim(self.weight, offset, seq)
+        if jnp.ndim(offset) == 0:
+            return x + lax.dynamic_slice_in_dim(self.weight, offset, seq)
+        return x + self.weight[jnp.maximum(positions(seq, offset), 0)]
 
 
 class Sinusoidal(eqx.Module):
@@ -50,11 +62,11 @@ class Sinusoidal(eqx.Module):
     (Vaswani et al., 2017, section 3.5)."""
 
     def __call__(
-        self, x: Float[Array, "*batch seq d"], offset: Offset = 0
+        self, x: Float[Array, "*batch seq d"], offset: Offsets = 0
     ) -> Float[Array, "*batch seq d"]:
         angle = _angles(x.shape[-2], x.shape[-1], offset)
-        table = jnp.stack([jnp.sin(angle), jnp.cos(angle)], axis=-1).reshape(x.shape[-2:])
-        return x + table.astype(x.dtype)
+        table = jnp.stack([jnp.sin(angle), jnp.cos(angle)], axis=-1)
+        return x + table.reshape(*angle.shape[:-1], x.shape[-1]).astype(x.dtype)
 
 
 class Rotary(eqx.Module):
@@ -71,7 +83,56 @@ class Rotary(eqx.Module):
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-def _angles(seq: int, d: int, offset: Offset) -> Float[Array, "seq half_d"]:
+class ALiBi(eqx.Module):
+    """Takes `slope · distance` off the score of a key at that distance; the slopes of the heads
+    h = 1, 2, ... are `2^(-8h / n_heads)` (Press et al., 2022, section 3)."""
+
+    n_heads: int = eqx.field(static=True)
+
+    def __call__(
+        self, queries: int, keys: int, offset: Offset
+    ) -> Float[Array, "heads queries keys"]:
+        slope = 2.0 ** (-8.0 * jnp.arange(1, self.n_heads + 1) / self.n_heads)
+        return -slope[:, None, None] * _distance(queries, keys, offset)
+
+
+class RelativeBias(eqx.Module):
+    """Adds a trained number for the head and the key's distance: one for each distance below half
+    of the buckets; farther ones share, in buckets that grow to `farthest`, and one for all beyond
+    (Raffel et al., 2020, section 2.1, for keys that are not later than the query).
+
+    Raffel et al. share the table between layers; here each layer has its own.
+    """
+
+    table: Embedding
+    farthest: int = eqx.field(static=True)
+
+    def __init__(self, n_heads: int, *, buckets: int = 32, farthest: int = 128, key: PRNGKeyArray):
+        self.table = Embedding(buckets, n_heads, std=0.02, key=key)
+        self.farthest = farthest
+
+    def __call__(
+        self, queries: int, keys: int, offset: Offset
+    ) -> Float[Array, "heads queries keys"]:
+        buckets = len(self.table.weight)
+        near = buckets // 2
+        back = jnp.maximum(_distance(queries, keys, offset), 0)
+        ratio = jnp.log(jnp.maximum(back, near) / near) / math.log(self.farthest / near)
+        far = near + (ratio * (buckets - near)).astype(back.dtype)
+        bucket = jnp.where(back < near, back, jnp.minimum(far, buckets - 1))
+        return jnp.moveaxis(self.table(bucket), -1, 0)
+
+
+def _distance(queries: int, keys: int, offset: Offset) -> Int[Array, "queries keys"]:
+    """From each query, at positions from `offset` on, back to each key."""
+    return positions(queries, offset)[:, None] - jnp.arange(keys)
+
+
+def positions(seq: int, offset: Offsets) -> Int[Array, "*batch seq"]:
+    return jnp.asarray(offset)[..., None] + jnp.arange(seq)
+
+
+def _angles(seq: int, d: int, offset: Offsets) -> Float[Array, "*batch seq half_d"]:
     """`t / 10000^(2i/d)` for positions `t` from `offset` and channel pairs `i`, in radians.
 
     **Raises:** `ValueError` (while tracing) if `d` is odd.
@@ -81,5 +142,4 @@ def _angles(seq: int, d: int, offset: Offset) -> Float[Array, "seq half_d"]:
             f"Rotary and sinusoidal positions pair channels up; d must be even, got {d}."
         )
     frequency = 10000.0 ** (-jnp.arange(0, d, 2, dtype=jnp.float32) / d)
-    position = (offset + jnp.arange(seq)).astype(jnp.float32)
-    return position[:, None] * frequency
+    return positions(seq, offset).astype(jnp.float32)[..., None] * frequency

@@ -7,8 +7,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
+from gptlite.nn.block import split
 from gptlite.nn.positions import Offset
 
 
@@ -17,9 +19,14 @@ class Layers(eqx.Module):
 
     blocks: tuple[Any, ...]
 
-    def init_cache(self, make_cache: Callable[[], PyTree]) -> PyTree:
-        """An empty cache for every layer."""
-        return tuple(make_cache() for _ in self.blocks)
+    @property
+    def first(self) -> Any:
+        """The first block."""
+        return self.blocks[0]
+
+    def init_cache(self, batch: int, capacity: int, dtype: DTypeLike) -> PyTree:
+        """An empty cache for every layer: see `Attention.init_cache`."""
+        return tuple(block.init_cache(batch, capacity, dtype) for block in self.blocks)
 
     def __call__(
         self,
@@ -28,14 +35,15 @@ class Layers(eqx.Module):
         offset: Offset = 0,
         *,
         key: PRNGKeyArray | None = None,
+        **shared: Any,
     ) -> tuple[Float[Array, "*batch seq d_model"], PyTree]:
         """`caches` as made by `init_cache`, or None; `offset`: see `Attention`; `key` switches
-        dropout on."""
+        dropout on; every block is given `shared`."""
+        keys = split(key, len(self.blocks))
         nothing = (None,) * len(self.blocks)
-        keys = nothing if key is None else jax.random.split(key, len(self.blocks))
         new_caches = []
         for block, cache, layer_key in zip(self.blocks, caches or nothing, keys, strict=True):
-            x, new_cache = block(x, cache, offset, key=layer_key)
+            x, new_cache = block(x, cache, offset, key=layer_key, **shared)
             new_caches.append(new_cache)
         return x, None if caches is None else tuple(new_caches)
 
@@ -73,9 +81,14 @@ class Stack(eqx.Module):
         rows = zip(*[lax.unstack(leaf) for leaf in leaves], strict=True)
         return Layers(tuple(eqx.combine(jax.tree.unflatten(structure, row), rest) for row in rows))
 
-    def init_cache(self, make_cache: Callable[[], PyTree]) -> PyTree:
+    @property
+    def first(self) -> Any:
+        """The first block."""
+        return jax.tree.map(lambda x: x[0] if eqx.is_array(x) else x, self.blocks)
+
+    def init_cache(self, batch: int, capacity: int, dtype: DTypeLike) -> PyTree:
         """An empty cache for every layer: stacked for a scan, else a tuple."""
-        caches = tuple(make_cache() for _ in range(self.n_layers))
+        caches = self.unstack().init_cache(batch, capacity, dtype)
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *caches) if self.scan else caches
 
     def __call__(
@@ -85,15 +98,16 @@ class Stack(eqx.Module):
         offset: Offset = 0,
         *,
         key: PRNGKeyArray | None = None,
+        **shared: Any,
     ) -> tuple[Float[Array, "*batch seq d_model"], PyTree]:
         """As for `Layers`."""
         if not self.scan:
-            return self.unstack()(x, caches, offset, key=key)
+            return self.unstack()(x, caches, offset, key=key, **shared)
         keys = None if key is None else jax.random.split(key, self.n_layers)
         arrays, rest = eqx.partition(self.blocks, eqx.is_array)
 
         def layer(x, scanned):
             arrays, cache, key = scanned
-            return eqx.combine(arrays, rest)(x, cache, offset, key=key)
+            return eqx.combine(arrays, rest)(x, cache, offset, key=key, **shared)
 
         return lax.scan(layer, x, (arrays, caches, keys))

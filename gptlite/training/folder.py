@@ -2,6 +2,7 @@
 
     config.json        every knob
     tokenizer.json     the tokenizer, whole
+    own/               copies of the files that blocks from outside the package came from
     metrics.jsonl      one object a line
     best.safetensors   weights at the best evaluation
     last.safetensors   weights at the last checkpoint
@@ -27,8 +28,9 @@ from typing import Any
 import jax
 from filelock import SoftFileLock, Timeout
 
-from gptlite.config import Config, UserError, load_config, save_config
+from gptlite.config import Config, UserError, load_config, plain, save_config
 from gptlite.files import json_to_bytes, sync, write_atomically
+from gptlite.own import OWN_FOLDER, changed_sources, own_sources
 from gptlite.runs import check_free
 from gptlite.text.tokenizer import Tokenizer, decode
 from gptlite.training.checkpoint import (
@@ -113,6 +115,9 @@ class RunFolder:
                 new.mkdir()
                 save_config(config, new / "config.json")
                 write_atomically(new / "tokenizer.json", json_to_bytes(tokenizer.to_json()))
+                for name, source in own_sources(config.model).items():
+                    (new / OWN_FOLDER).mkdir(exist_ok=True)
+                    write_atomically(new / OWN_FOLDER / name, source)
                 if self.path.exists():
                     self.path.rename(old)
                 new.rename(self.path)
@@ -169,6 +174,8 @@ class RunFolder:
     def go_on(self, checkpoint: Checkpoint, config: Config) -> None:
         """Bring the folder back to where `checkpoint` was written."""
         record = checkpoint.record
+        for changed in changed_sources(self.path / OWN_FOLDER, config.model):
+            self._say(f"{changed} is not as it was when the run began.")
         with self._writing():
             for step in list_steps(checkpoint.path.parent):
                 path = checkpoint.path.parent / str(step)
@@ -187,7 +194,7 @@ class RunFolder:
                     write_atomically(metrics, content)
                 self._metrics.update(content)
                 self._metrics_bytes = len(content)
-            if load_config(self.path / "config.json") != config:
+            if plain(load_config(self.path / "config.json")) != plain(config):
                 save_config(config, self.path / "config.json")
             self.best, self.last = record.best, record.last
             self._restore_best(checkpoint.path.parent)

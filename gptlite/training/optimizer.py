@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, PyTree
 
 from gptlite.config import OptimizerConfig
 from gptlite.models.gpt import GPT
+from gptlite.nn.embedding import Embedding
 from gptlite.nn.stack import Stack
 from gptlite.training.muon import scale_by_orthogonalization
 
@@ -52,7 +53,7 @@ def make_optimizer(
     """
     schedule = make_schedule(config, steps)
     params = eqx.filter(model, eqx.is_inexact_array)
-    in_stack = _in_stack(params)
+    in_stack, in_table = inside(params, Stack), inside(params, Embedding)
     decayed = jax.tree.map(lambda p, stacked: p.ndim - stacked >= 2, params, in_stack)
     if config.name == "adamw":
         optimizer = optax.adamw(
@@ -63,11 +64,14 @@ def make_optimizer(
             mask=lambda _: decayed,
         )
     else:
-        kinds = jax.tree.map(
-            lambda p, stacked, decays: "muon" if stacked and p.ndim == 3 else f"decay {decays}",
+        matrix = jax.tree.map(
+            lambda p, stacked, table: stacked and not table and p.ndim == 3,
             params,
             in_stack,
-            decayed,
+            in_table,
+        )
+        kinds = jax.tree.map(
+            lambda by_muon, decays: "muon" if by_muon else f"decay {decays}", matrix, decayed
         )
         adam = functools.partial(
             optax.adamw,
@@ -95,10 +99,11 @@ def make_optimizer(
     return optimizer
 
 
-def _in_stack(params: PyTree) -> PyTree:
-    """For each parameter, whether it has a leading layer axis."""
+def inside(params: PyTree, kind: type) -> PyTree:
+    """For each parameter, whether it is in a module of that kind. (In a `Stack`, it has a leading
+    layer axis.)"""
     return jax.tree.map(
-        lambda node: jax.tree.map(lambda _: isinstance(node, Stack), node),
+        lambda node: jax.tree.map(lambda _: isinstance(node, kind), node),
         params,
-        is_leaf=lambda node: isinstance(node, Stack),
+        is_leaf=lambda node: isinstance(node, kind),
     )

@@ -3,8 +3,11 @@
 Plain data throughout (folder.py lists the files): nothing in a run is ever executed.
 """
 
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 import equinox as eqx
@@ -13,6 +16,7 @@ import jax
 from gptlite.config import Config, UserError, load_config
 from gptlite.files import json_from_bytes
 from gptlite.models.gpt import GPT
+from gptlite.own import OWN_FOLDER, changed_sources, load_own, named_again
 from gptlite.text.tokenizer import Tokenizer, tokenizer_from_json
 from gptlite.training.weights import load_weights
 
@@ -27,15 +31,26 @@ class Run:
     model: GPT
 
 
-def load_run(path: Path | str, which: Literal["best", "last"] = "best") -> Run:
+def load_run(
+    path: Path | str,
+    which: Literal["best", "last"] = "best",
+    *,
+    own: Mapping[str, str | type] = MappingProxyType({}),
+) -> Run:
     """Load a run's model, tokenizer and config.
 
-    **Raises:** `UserError` if a file is missing, damaged or of another shape than the config says.
+    `own`: the blocks of your own that it was made with, named again by their knob, as in
+    `{"mlp": SineMLP}` or `{"mlp": "my_blocks.py:SineMLP"}`; the file is then executed.
+
+    **Raises:** `UserError` if a file is missing, damaged or of another shape than the config says,
+    or an own block is not named.
     """
     path = Path(path)
     if not (path / "config.json").is_file():
         raise UserError(f"{path} is not a run: it has no config.json.")
-    config = load_config(path / "config.json")
+    config = load_own(named_again(load_config(path / "config.json"), own))
+    for changed in changed_sources(path / OWN_FOLDER, config.model):
+        warnings.warn(f"{changed} is not as it was when {path} began.", stacklevel=2)
     tokenizer = load_tokenizer(path)
     skeleton = eqx.filter_eval_shape(
         GPT,

@@ -12,6 +12,7 @@ from jax.scipy.special import erf
 from gptlite.nn import (
     MLP,
     Embedding,
+    GatedMLP,
     LayerNorm,
     Learned,
     Linear,
@@ -20,7 +21,6 @@ from gptlite.nn import (
     Rotary,
     Sinusoidal,
     Stack,
-    SwiGLU,
 )
 from gptlite.nn.mlp import ACTIVATIONS
 
@@ -145,12 +145,12 @@ def test_activations_are_their_formulas(name):
     np.testing.assert_allclose(ACTIVATIONS[name](jnp.asarray(x)), expected, atol=tolerance)
 
 
-def test_mlp_and_swiglu_are_their_formulas():
+def test_mlp_and_gated_mlp_are_their_formulas():
     x = np.asarray(X, np.float64)
     mlp = MLP(8, 12, activation=ACTIVATIONS["relu2"], std=0.5, down_std=0.5, bias=True, key=KEY)
     up = np.maximum(x @ np.asarray(mlp.up.weight).T, 0) ** 2
     np.testing.assert_allclose(mlp(X), up @ np.asarray(mlp.down.weight).T, rtol=1e-4, atol=1e-4)
-    glu = SwiGLU(8, 12, std=0.5, down_std=0.5, key=KEY)
+    glu = GatedMLP(8, 12, std=0.5, down_std=0.5, key=KEY)
     gate = x @ np.asarray(glu.gate.weight).T
     mixed = gate / (1 + np.exp(-gate)) * (x @ np.asarray(glu.up.weight).T)
     np.testing.assert_allclose(glu(X), mixed @ np.asarray(glu.down.weight).T, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,15 @@
+"""A bound for logits."""
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+class SoftCap(eqx.Module):
+    """`cap · tanh(x / cap)`: near 0 the identity, and never beyond `cap` (Bello et al., 2017,
+    section 5.1; Gemma 2, 2024, section 2)."""
+
+    cap: float = eqx.field(static=True)
+
+    def __call__(self, x: Float[Array, "*axes"]) -> Float[Array, "*axes"]:
+        return self.cap * jnp.tanh(x / self.cap)
