@@ -56,28 +56,6 @@ def make_train_steps(
     is the mean of their gradients (and Muon's share of work).
     """
 
-    def step(state: TrainState, batch: Array, seed: Array) -> tuple[TrainState, StepMetrics]:
-        key = jax.random.fold_in(jax.random.key(seed), state.step)
-        key = jax.random.fold_in(key, lax.axis_index("data"))
-        loss, grads = lax.pmean(loss_and_grads(state.model, batch, config, key=key), "data")
-        updates, optimizer_state = optimizer.update(
-            grads, state.optimizer_state, eqx.filter(state.model, eqx.is_inexact_array)
-        )
-        model = eqx.apply_updates(state.model, updates)
-        grad_norm = optax.tree.norm(grads)
-        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        if config.on_nonfinite == "skip":
-            finite &= jnp.isfinite(optax.tree.norm(updates))
-            model, optimizer_state = jax.tree.map(
-                lambda new, old: jnp.where(finite, new, old) if eqx.is_array(new) else new,
-                (model, optimizer_state),
-                (state.model, state.optimizer_state),
-            )
-        return (
-            TrainState(model, optimizer_state, state.step + 1),
-            StepMetrics(loss, grad_norm, finite),
-        )
-
     @eqx.filter_jit(donate="all")
     def train_steps(
         state: TrainState,
@@ -88,15 +66,9 @@ def make_train_steps(
         arrays, static = eqx.partition(state, eqx.is_array)
 
         def on_device(arrays, batches, count, seed):
-            def body(i, carry):
-                arrays, metrics = carry
-                state, new = step(eqx.combine(arrays, static), batches[i], seed)
-                metrics = jax.tree.map(lambda seen, now: seen.at[i].set(now), metrics, new)
-                return eqx.filter(state, eqx.is_array), metrics
-
-            blank = jnp.zeros(batches.shape[0])
-            metrics = StepMetrics(blank, blank, blank == 0)
-            return lax.fori_loop(0, count, body, (arrays, metrics))
+            state = eqx.combine(arrays, static)
+            state, metrics = run_steps(config, optimizer, state, batches, count, seed)
+            return eqx.filter(state, eqx.is_array), metrics
 
         everywhere = PartitionSpec()
         arrays, metrics = jax.shard_map(
@@ -113,6 +85,56 @@ def make_train_steps(
     return lambda state, batches, count: train_steps(
         state, batches, jnp.asarray(count), jnp.asarray(config.seed)
     )
+
+
+def run_steps(
+    config: TrainingConfig,
+    optimizer: optax.GradientTransformation,
+    state: TrainState,
+    batches: Int[Array, "steps batch seq_and_next"],
+    count: Int[Array, ""],
+    seed: Int[Array, ""],
+) -> tuple[TrainState, StepMetrics]:
+    """What each device does in `train_steps`. To be called in a `shard_map` with an axis `data`."""
+    arrays, static = eqx.partition(state, eqx.is_array)
+
+    def body(i, carry):
+        arrays, metrics = carry
+        state, new = _step(config, optimizer, eqx.combine(arrays, static), batches[i], seed)
+        metrics = jax.tree.map(lambda seen, now: seen.at[i].set(now), metrics, new)
+        return eqx.filter(state, eqx.is_array), metrics
+
+    blank = jnp.zeros(batches.shape[0])
+    metrics = StepMetrics(blank, blank, blank == 0)
+    arrays, metrics = lax.fori_loop(0, count, body, (arrays, metrics))
+    return eqx.combine(arrays, static), metrics
+
+
+def _step(
+    config: TrainingConfig,
+    optimizer: optax.GradientTransformation,
+    state: TrainState,
+    batch: Int[Array, "batch seq_and_next"],
+    seed: Int[Array, ""],
+) -> tuple[TrainState, StepMetrics]:
+    key = jax.random.fold_in(jax.random.key(seed), state.step)
+    key = jax.random.fold_in(key, lax.axis_index("data"))
+    loss, grads = lax.pmean(loss_and_grads(state.model, batch, config, key=key), "data")
+    updates, optimizer_state = optimizer.update(
+        grads, state.optimizer_state, eqx.filter(state.model, eqx.is_inexact_array)
+    )
+    model = eqx.apply_updates(state.model, updates)
+    grad_norm = optax.tree.norm(grads)
+    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    if config.on_nonfinite == "skip":
+        finite &= jnp.isfinite(optax.tree.norm(updates))
+        model, optimizer_state = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old) if eqx.is_array(new) else new,
+            (model, optimizer_state),
+            (state.model, state.optimizer_state),
+        )
+    state = TrainState(model, optimizer_state, state.step + 1)
+    return state, StepMetrics(loss, grad_norm, finite)
 
 
 def loss_and_grads(

@@ -1,0 +1,93 @@
+"""Tell which variants of a model are really better:
+`python compare.py --base laptop --vary model.norm=rms,layer,dyt --seeds 5`."""
+
+import sys
+import time
+from pathlib import Path
+
+from gptlite.cli import CompareArguments, errors_as_sentences, parse_compare
+from gptlite.config import Config
+
+FOLDER = Path("comparisons")
+
+
+def main() -> None:
+    with errors_as_sentences(debug="--debug" in sys.argv):
+        compare(*parse_compare(sys.argv[1:]))
+
+
+def compare(arguments: CompareArguments, variants: dict[str, Config]) -> None:
+    # Imported here, because --help should not wait for JAX.
+    from filelock import FileLock, Timeout
+    from tqdm import tqdm
+
+    from gptlite.comparison.report import draw, table, to_csv
+    from gptlite.comparison.study import Study
+    from gptlite.config import UserError, resolve_corpus
+    from gptlite.files import write_atomically
+    from gptlite.own import describe_own, load_own
+    from gptlite.runtime import set_up_jax
+    from gptlite.text.corpus import load_corpus
+    from gptlite.text.tokenizer import make_tokenizer
+    from gptlite.text.tokens import split_corpus
+
+    data = arguments.config.data
+    seeds = list(range(arguments.seeds))
+    set_up_jax(min(arguments.config.training.cpu_devices, len(seeds)))
+
+    # One text for all.
+    corpus = load_corpus(data.corpus)
+    tokenizer = make_tokenizer(data.tokenizer, corpus.alphabet)
+    split = split_corpus(corpus, tokenizer, data.validation_tokens)
+    variants = {
+        name: load_own(resolve_corpus(config, corpus.name)) for name, config in variants.items()
+    }
+    own = {words for config in variants.values() if (words := describe_own(config.model))}
+    for words in sorted(own):
+        print(f"with code that is not gptlite's: {words}")
+
+    folder = FOLDER / arguments.name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / ".lock", timeout=0).acquire()
+    except Timeout:
+        raise UserError(f"The comparison {folder} is being run by another process.") from None
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error.strerror}.") from error
+    with lock:
+        study = Study(folder, arguments.equal, tokenizer, split, corpus.sha256)
+        # What can be wrong with a variant is found before the first one is trained.
+        trained = {name: study.trained(name, config, seeds) for name, config in variants.items()}
+        left = len(variants) * len(seeds) - sum(map(len, trained.values()))
+        print(f"{len(variants)} variants of {len(seeds)} seeds, {left} runs to train", flush=True)
+        start, done, results = time.perf_counter(), 0, []
+        for name, config in variants.items():
+            with tqdm(
+                desc=name,
+                unit="step",
+                leave=False,
+                file=sys.stdout,
+                disable=not sys.stdout.isatty(),
+            ) as bar:
+                for progress in study.train(name, config, seeds, arguments.seeds_at_once):
+                    bar.total, bar.n = progress.steps, progress.step
+                    bar.refresh()
+                    if progress.val_losses is not None:
+                        where = f"{name}: step {progress.step}/{progress.steps}"
+                        losses = " ".join(f"{loss:.4f}" for loss in progress.val_losses)
+                        tqdm.write(f"{where}  validation losses {losses}", file=sys.stdout)
+            results.append(study.result(name, config, seeds))
+            now = len(seeds) - len(trained[name])
+            done, left = done + now, left - now
+            if now and left:
+                minutes = (time.perf_counter() - start) / done * left / 60
+                print(f"{left} runs left, about {minutes:.0f} minutes", flush=True)
+        write_atomically(folder / "table.csv", to_csv(results))
+        shown = table(results)
+        write_atomically(folder / "table.txt", shown + "\n")
+        draw(results, folder / "comparison.png")
+    print(f"\n{shown}\n\ntable.txt, table.csv and comparison.png are in {folder}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""Variants trained from several seeds, and what is kept of each, so that nothing is done twice."""
+
+import dataclasses
+import hashlib
+import os
+import re
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+from jaxtyping import PRNGKeyArray
+
+from gptlite.config import Config, UserError, plain
+from gptlite.files import json_from_bytes, json_to_bytes, write_atomically
+from gptlite.models.gpt import GPT
+from gptlite.models.summary import activation_bytes, count_parameters, flops_per_token
+from gptlite.own import own_sources
+from gptlite.text.tokenizer import Tokenizer
+from gptlite.text.tokens import Split
+from gptlite.training.seeds import SeedsProgress, fit_seeds
+
+# Dispatches by which a variant's speed is compared with the base's, by turns.
+TIMED_DISPATCHES = 5
+# Share of the free memory that seeds may fill together.
+MEMORY_SHARE = 0.6
+
+
+@dataclass(frozen=True)
+class Result:
+    """A variant, trained. Losses are in nats a token."""
+
+    name: str
+    steps: int
+    parameters: int
+    flops_per_token: int
+    """Of training."""
+    looks: Sequence[int]
+    """The steps at which there was an evaluation."""
+    curves: dict[int, Sequence[float]]
+    """For each seed, the validation loss at each of `looks`."""
+    seconds: float
+    """A seed's share of the time that steps took."""
+
+    @property
+    def losses(self) -> list[float]:
+        """Of each seed, at the end."""
+        return [curve[-1] for curve in self.curves.values()]
+
+
+class Study:
+    """A folder with a file for each variant, all trained on the same text."""
+
+    def __init__(
+        self, folder: Path, equal: str, tokenizer: Tokenizer, split: Split, corpus_sha256: str
+    ):
+        """`equal`: what variants have in common with the first, `steps`, `flops` or `time`."""
+        self._folder, self._equal = folder, equal
+        self._tokenizer, self._split, self._corpus_sha256 = tokenizer, split, corpus_sha256
+        self._base: Config | None = None
+
+    def trained(self, name: str, config: Config, seeds: Sequence[int]) -> list[int]:
+        """Which of `seeds` have been trained.
+
+        **Raises:** `UserError` if the variant kept under that name is another one.
+        """
+        kept = self._read(name, config)
+        return [seed for seed in seeds if str(seed) in kept["curves"]]
+
+    def result(self, name: str, config: Config, seeds: Sequence[int]) -> Result:
+        """What is kept of the variant, all `seeds` of which have been trained."""
+        kept = self._read(name, config)
+        return Result(
+            name=name,
+            steps=kept["steps"],
+            parameters=kept["parameters"],
+            flops_per_token=kept["flops_per_token"],
+            looks=kept["looks"],
+            curves={seed: kept["curves"][str(seed)] for seed in seeds},
+            seconds=statistics.fmean(kept["seconds"][str(seed)] for seed in seeds),
+        )
+
+    def train(
+        self, name: str, config: Config, seeds: Sequence[int], at_once: int | None = None
+    ) -> Iterator[SeedsProgress]:
+        """Train what is missing of the variant, `at_once` seeds at a time (by default as many as
+        fit into memory), and keep it. The first variant that this is called for is the base."""
+        self._base = config if self._base is None else self._base
+        kept = self._read(name, config)
+        missing = [seed for seed in seeds if str(seed) not in kept["curves"]]
+        if not missing:
+            return
+        if kept["steps"] is None:
+            kept["steps"] = self._choose_steps(config)
+        config = _with_steps(config, kept["steps"])
+        at_once = self._fitting(config) if at_once is None else at_once
+        for first in range(0, len(missing), at_once):
+            group = missing[first : first + at_once]
+            looks, curves, progress = [], [], None
+            for progress in fit_seeds(config, self._maker(config), group, self._split):
+                if progress.val_losses is not None:
+                    looks.append(progress.step)
+                    curves.append(progress.val_losses)
+                yield progress
+            assert progress is not None
+            kept["looks"] = looks
+            kept["curves"] |= {
+                str(seed): list(curve)
+                for seed, curve in zip(group, zip(*curves, strict=True), strict=True)
+            }
+            kept["seconds"] |= {str(seed): progress.step_seconds / len(group) for seed in group}
+            write_atomically(self._path(name), json_to_bytes(kept))
+
+    def _path(self, name: str) -> Path:
+        # Characters that any file system takes.
+        return self._folder / f"{re.sub(r'[^A-Za-z0-9=._+-]', '_', name)}.json"
+
+    def _read(self, name: str, config: Config) -> dict[str, Any]:
+        skeleton = eqx.filter_eval_shape(self._maker(config), jax.random.key(0))
+        sections = plain(config)
+        sections.pop("data")  # of which the checksum tells more
+        about = {
+            "config": sections,
+            "tokenizer": self._tokenizer.to_json(),
+            "equal": self._equal,
+            "corpus_sha256": self._corpus_sha256,
+            "own": {
+                file: hashlib.sha256(source).hexdigest()
+                for file, source in own_sources(config.model).items()
+            },
+            "parameters": count_parameters(skeleton),
+            "flops_per_token": flops_per_token(skeleton)[1],
+        }
+        path = self._path(name)
+        if not path.exists():
+            return about | {"steps": None, "looks": [], "curves": {}, "seconds": {}}
+        try:
+            kept = json_from_bytes(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} is damaged: {error}. Delete it to train it anew.") from error
+        changed = [key for key, value in about.items() if kept.get(key) != value]
+        if changed:
+            raise UserError(
+                f"{path} holds another variant of that name (its {' and '.join(changed)} differ): "
+                "choose another --name for this comparison."
+            )
+        return kept
+
+    def _maker(self, config: Config) -> Callable[[PRNGKeyArray], GPT]:
+        tokenizer = self._tokenizer
+        rows = tokenizer.padded_vocab_size
+        return lambda key: GPT(config.model, tokenizer.vocab_size, padded_vocab_size=rows, key=key)
+
+    def _choose_steps(self, config: Config) -> int:
+        """How many make the variant equal to the base."""
+        assert self._base is not None
+        steps = self._base.training.steps
+        if self._equal == "steps" or config == self._base:
+            return config.training.steps
+        if self._equal == "flops":
+            ratio = self._flops_per_step(self._base) / self._flops_per_step(config)
+        else:
+            ratio = self._times_as_fast(config)
+        return max(1, round(steps * ratio))
+
+    def _flops_per_step(self, config: Config) -> int:
+        skeleton = eqx.filter_eval_shape(self._maker(config), jax.random.key(0))
+        tokens = config.training.batch_size * config.model.context_length
+        return flops_per_token(skeleton)[1] * tokens
+
+    def _times_as_fast(self, config: Config) -> float:
+        """The base's seconds a step by the variant's, in short runs of both by turns."""
+        assert self._base is not None
+        runs = []
+        for timed in (self._base, config):
+            per_dispatch = timed.training.steps_per_dispatch
+            short = dataclasses.replace(
+                timed.training, steps=per_dispatch * (TIMED_DISPATCHES + 1), eval_every=2**31 - 1
+            )
+            timed = dataclasses.replace(timed, training=short)
+            runs.append(
+                fit_seeds(timed, self._maker(timed), range(jax.device_count()), self._split)
+            )
+        ratios, before = [], (0.0, 0.0)
+        for _ in range(TIMED_DISPATCHES):
+            base, variant = (next(run) for run in runs)
+            now = (base.step_seconds, variant.step_seconds)
+            steps = (self._base.training.steps_per_dispatch, config.training.steps_per_dispatch)
+            each = [(n - b) / count for n, b, count in zip(now, before, steps, strict=True)]
+            ratios.append(each[0] / each[1])
+            before = now
+        return statistics.median(ratios)
+
+    def _fitting(self, config: Config) -> int:
+        """How many seeds fit into memory."""
+        skeleton = eqx.filter_eval_shape(self._maker(config), jax.random.key(0))
+        rows = config.training.batch_size // config.training.accumulation
+        # Parameters, gradients, two moments, in float32.
+        each = 16 * count_parameters(skeleton) + activation_bytes(skeleton, rows)
+        return max(1, int(MEMORY_SHARE * _free_memory() / each))
+
+
+def _free_memory() -> int:
+    """Bytes, on all devices together; where it cannot be known, all that a machine has."""
+    stats = jax.devices()[0].memory_stats()
+    if stats is not None and "bytes_limit" in stats:
+        return jax.device_count() * (stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+    for pages in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"):
+        if pages in getattr(os, "sysconf_names", ()):
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf(pages)
+    return 2**33
+
+
+def _with_steps(config: Config, steps: int) -> Config:
+    return dataclasses.replace(config, training=dataclasses.replace(config.training, steps=steps))
