@@ -1,0 +1,536 @@
+"""Is a block right? `check_block(block)` tells which law it breaks, where, and by how much.
+
+    shapes      what comes out has the shape and dtype of what went in (a model: logits)
+    parameters  all of them are where training finds them
+    jit         compiled or not, once or twice: the same
+    causal      no output depends on a later input
+    batch       a sequence gets the same alone, in a batch, and under vmap
+    cached      read in any portions, or one token at a time, the same as at once
+    padding     places without a token change nothing, before or after (where there is a mask)
+    gradients   finite, not zero for any parameter, and right by finite differences in float64
+    bfloat16    near float32
+    scan        a stack of it is the same unrolled and scanned (where it has a cache)
+
+A block is one of three things, told apart by its call: a layer, `layer(x) -> y`, as an MLP or a
+norm; a block with a cache, `block(x, cache, offset, *, key) -> (y, cache)`, as attention or a whole
+layer of the stack; a model, `model(ids) -> logits`, as `GPT`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gptlite.config import ModelConfig
+from gptlite.models.summary import count_parameters
+from gptlite.nn.stack import Stack
+from gptlite.training.optimizer import inside
+
+BATCH, SEQ = 3, 8
+SMALL = ModelConfig(n_layers=2, n_heads=2, d_model=16, context_length=SEQ)
+
+# Of the largest number that is compared. float32 holds 6e-8; sums of a few hundred terms in
+# another order differ by some ten times that, a mistake by orders of magnitude more.
+SAME = 1e-4
+# A derivative that is not there is 0; this is for blocks that mix by Fourier transforms.
+NO_INFLUENCE = 1e-6
+# Central differences in float64. Two sizes, because a kink or a choice (ReLU, top-k) may lie
+# within one of them; and parts of a block may compute in float32.
+DIFFERENCES, DERIVATIVE = (1e-3, 1e-5), 2e-2
+# bfloat16 holds 8 bits: 0.4 % a rounding, some ten of them in a row.
+BFLOAT16 = 0.1
+
+
+class CheckError(AssertionError):
+    """A block breaks a law. `laws` are the names of those broken."""
+
+    def __init__(self, name: str, broken: Sequence[tuple[str, str]]):
+        self.laws = tuple(law for law, _ in broken)
+        lines = [f"{law}: {what}" for law, what in broken]
+        super().__init__(f"{name} is not right.\n  " + "\n  ".join(lines))
+
+
+class _Broken(Exception):  # noqa: N818 - carries a finding, not an error
+    pass
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was checked of a block that breaks no law."""
+
+    name: str
+    kind: str
+    parameters: int
+    laws: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} ({self.kind}, {self.parameters:,} parameters) is right: "
+            f"{', '.join(self.laws)}"
+        )
+
+
+def check_block(
+    block: Any,
+    *,
+    config: ModelConfig = SMALL,
+    d_model: int | None = None,
+    idle: Sequence[str] = (),
+    seed: int = 0,
+) -> Report:
+    """Check a block against the laws above.
+
+    Parameters are moved at random first, so that one that starts at zero hides nothing, and
+    `eqx.nn.inference_mode` is switched on: a mixture's balance loss is not in the output.
+
+    **Arguments:**
+
+    - `block`: a module, or a class that is built as `block(config, key=key)`.
+    - `config`: for a class.
+    - `d_model`: for a module; by default found out.
+    - `idle`: names of parameters that are known to have no gradient, as the bias of attention's
+      keys without rotary positions and QK-norm, which softmax does not feel.
+    - `seed`: of the parameters and inputs.
+
+    **Raises:** `CheckError`, which names all laws that are broken.
+    """
+    key = jax.random.key(seed)
+    name = block.__name__ if isinstance(block, type) else type(block).__name__
+    if isinstance(block, type):
+        try:
+            block = block(config, key=key)
+        except Exception as error:
+            raise CheckError(name, [("shapes", f"it cannot be built: {_say(error)}")]) from error
+        d_model = config.d_model
+    block = eqx.nn.inference_mode(_move_parameters(block, key))
+    try:
+        subject = _recognise(block, d_model, seed)
+    except _Broken as found:
+        raise CheckError(name, [("shapes", str(found))]) from found
+    laws: dict[str, Callable[[], None]] = {
+        "shapes": subject.check_shapes,
+        "parameters": subject.check_parameters,
+        "jit": subject.check_jit,
+        "causal": subject.check_causal,
+        "batch": subject.check_batch,
+        "cached": subject.check_cached,
+        "padding": subject.check_padding,
+        "gradients": lambda: subject.check_gradients(idle),
+        "bfloat16": subject.check_bfloat16,
+        "scan": subject.check_scan,
+    }
+    left_out = set(subject.does_not_apply())
+    applies = [law for law in laws if law not in left_out]
+    broken = []
+    for law in applies:
+        try:
+            laws[law]()
+        except _Broken as found:
+            broken.append((law, str(found)))
+        except Exception as error:
+            broken.append((law, f"it raised {_say(error)}"))
+        if law == "shapes" and broken:
+            break  # the rest would only say so again
+    if broken:
+        raise CheckError(name, broken)
+    return Report(name, subject.kind, count_parameters(block), tuple(applies))
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """`layer(x) -> y`, and the laws; the other two kinds are below."""
+
+    block: Any
+    x: Any
+    """`[batch, seq, d_model]`."""
+    other: Any
+    """More of the same."""
+    kind = "layer"
+
+    def run(self, block: Any, x: Any, **options: Any) -> Any:
+        return block(x, **options)
+
+    def in_parts(self, x: Any, ends: Sequence[int], **options: Any) -> Any:
+        """The outputs for `x` cut at `ends`, one part after the other, joined."""
+        del options  # without a cache, there is no mask for one
+        parts = jnp.split(x, list(ends), axis=1)
+        return jnp.concatenate([self.compiled(self.block, part) for part in parts], axis=1)
+
+    def expected(self, x: Any) -> tuple[tuple[int, ...], Any]:
+        """Shape and dtype of what should come out."""
+        return x.shape, x.dtype
+
+    def does_not_apply(self) -> Iterator[str]:
+        """Laws that say nothing of such a block."""
+        yield "scan"
+        if not self.takes_padding_mask():
+            yield "padding"
+
+    def takes_padding_mask(self) -> bool:
+        mask = jnp.ones(self.x.shape[:2], bool)
+        run = functools.partial(self.run, padding_mask=mask)
+        try:
+            eqx.filter_eval_shape(run, self.block, self.x)
+        except TypeError as error:
+            return "padding_mask" not in str(error)
+        except Exception:
+            pass  # it takes one, and the law will say what is wrong
+        return True
+
+    def compiled(self, block: Any, x: Any, **options: Any) -> Any:
+        return _compiled(self.run, block, x, **options)
+
+    def check_shapes(self) -> None:
+        for x in (self.x, self.x[0]):
+            for dtype in (jnp.float32, jnp.bfloat16):
+                given = _cast(x, dtype)
+                out = eqx.filter_eval_shape(self.run, _cast(self.block, dtype), given)
+                shape, wanted = self.expected(given)
+                if out.shape != shape or out.dtype != wanted:
+                    raise _Broken(
+                        f"{given.dtype}{list(given.shape)} in, {out.dtype}{list(out.shape)} out "
+                        f"instead of {jnp.dtype(wanted)}{list(shape)}."
+                    )
+
+    def check_parameters(self) -> None:
+        for module in _modules(self.block):
+            for field in dataclasses.fields(module):
+                value = getattr(module, field.name, None)
+                if field.metadata.get("static", False) and isinstance(
+                    value, jax.Array | np.ndarray
+                ):
+                    raise _Broken(
+                        f"{type(module).__name__}.{field.name} is an array in a static field, "
+                        "which is neither trained nor saved."
+                    )
+
+    def check_jit(self) -> None:
+        compiled = self.compiled(self.block, self.x)
+        _compare(self.run(self.block, self.x), compiled, "not compiled", "compiled")
+        _compare(self.run(self.block, self.x), compiled, "called again", "compiled")
+
+    def check_causal(self) -> None:
+        influence = self.influence()
+        if not np.isfinite(influence).all():
+            raise _Broken("a gradient to the input is not finite.")
+        later = np.triu(influence, k=1)
+        if later.max() > NO_INFLUENCE * influence.max():
+            i, j = np.unravel_index(later.argmax(), later.shape)
+            raise _Broken(
+                f"the output at position {i} depends on the input at position {j}: the gradient "
+                f"is {later[i, j]:.2g}, and the largest of all {influence.max():.2g}."
+            )
+        # What no derivative shows, as the place of a maximum, a change may.
+        before = self.compiled(self.block, self.x)
+        for place in range(1, self.x.shape[1]):
+            changed = self.x.at[:, place:].set(self.other[:, place:])
+            after = self.compiled(self.block, changed)
+            what = f"with other inputs from position {place} on"
+            _compare(after[:, :place], before[:, :place], what, "before")
+
+    def influence(self) -> np.ndarray:
+        """`[seq, seq]`: how much the output at a position depends on the input at another."""
+        direction = jax.random.normal(jax.random.key(1), self.x.shape[-1:])
+        jacobian = jax.jacrev(lambda x, block: self.run(block, x) @ direction)
+        return np.asarray(jnp.abs(eqx.filter_jit(jacobian)(self.x[0], self.block)).sum(-1))
+
+    def check_batch(self) -> None:
+        together = self.compiled(self.block, self.x)
+        for row, x in enumerate(self.x):
+            alone = self.compiled(self.block, x)
+            _compare(together[row], alone, f"sequence {row} in a batch", "alone")
+        mapped = eqx.filter_jit(eqx.filter_vmap(self.run, in_axes=(None, 0)))
+        _compare(mapped(self.block, self.x), together, "under vmap", "as a batch")
+
+    def check_cached(self) -> None:
+        whole = self.compiled(self.block, self.x)
+        one_by_one = range(1, self.x.shape[1])
+        for what, ends in (("one token at a time", one_by_one), ("in portions", (3, 5))):
+            _compare(self.in_parts(self.x, ends), whole, f"read {what}", "at once")
+
+    def check_padding(self) -> None:
+        seq = self.x.shape[1]
+        real = seq - 3
+        whole = self.compiled(self.block, self.x[:, :real])
+        for before in (0, 1, 3):
+            padded = jnp.concatenate([self.x[:, :real], self.other[:, real:]], axis=1)
+            padded = jnp.roll(padded, before, axis=1)
+            inside = (jnp.arange(seq) >= before) & (jnp.arange(seq) < real + before)
+            mask = jnp.broadcast_to(inside, self.x.shape[:2])
+            what = f"with {before} places of padding before and {3 - before} after it"
+            out = self.compiled(self.block, padded, padding_mask=mask)
+            _compare(out[:, inside], whole, what, "without")
+            if self.kind != "layer":
+                out = self.in_parts(padded, (3, 5), padding_mask=mask)
+                _compare(out[:, inside], whole, f"cached, {what}", "without")
+
+    def check_gradients(self, idle: Sequence[str]) -> None:
+        with jax.enable_x64(True):
+            block = _cast(self.block, jnp.float64)
+            x = _cast(self.x, jnp.float64)
+            params, static = eqx.partition(block, eqx.is_inexact_array)
+            leaves, structure = jax.tree.flatten(params)
+            if not leaves:
+                return
+            names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+            random = np.random.default_rng(0)
+            directions = [jnp.asarray(random.normal(size=leaf.shape)) for leaf in leaves]
+            weights = jnp.asarray(
+                random.normal(size=eqx.filter_eval_shape(self.run, block, x).shape)
+            )
+
+            def loss(leaves):
+                block = eqx.combine(jax.tree.unflatten(structure, leaves), static)
+                return jnp.sum(weights * jnp.sin(self.run(block, x)))
+
+            def moved(steps):
+                return loss(
+                    [leaf + t * d for leaf, t, d in zip(leaves, steps, directions, strict=True)]
+                )
+
+            grads = jax.jit(jax.grad(loss))(leaves)
+            stacked = jax.tree.leaves(inside(params, Stack))
+            for name, grad, layers in zip(names, grads, stacked, strict=True):
+                for layer, part in enumerate(grad if layers else [grad]):
+                    of = f"{name}" + (f" of layer {layer}" if layers else "")
+                    if not np.isfinite(part).all():
+                        raise _Broken(f"the gradient of {of} is not finite.")
+                    if name not in idle and not np.abs(part).max() > 1e-12:
+                        raise _Broken(f"the parameter {of} changes nothing: its gradient is zero.")
+            ours = np.array([jnp.vdot(g, d) for g, d in zip(grads, directions, strict=True)])
+            eye = jnp.eye(len(leaves))
+            slopes = []
+            for h in DIFFERENCES:
+                ends = jax.jit(lambda steps: jax.lax.map(moved, steps))
+                slopes.append(np.asarray(ends(h * eye) - ends(-h * eye)) / (2 * h))
+            error = np.min([np.abs(slope - ours) for slope in slopes], axis=0)
+            size = np.maximum(np.abs(ours), np.abs(slopes).min(axis=0))
+            # Next to nothing is compared with what is typical.
+            wrong = error / np.maximum(size, 1e-3 * np.max(size)) > DERIVATIVE
+            for name, our, slope in zip(
+                np.array(names)[wrong], ours[wrong], slopes[-1][wrong], strict=True
+            ):
+                raise _Broken(
+                    f"the gradient of {name} is wrong: {our:.4g} along a direction in which the "
+                    f"output changes by {slope:.4g}."
+                )
+
+    def check_bfloat16(self) -> None:
+        # What is compared is the arithmetic, not what parameters and inputs lose by rounding.
+        block, x = _cast(self.block, jnp.bfloat16), _cast(self.x, jnp.bfloat16)
+        half = np.asarray(self.compiled(block, x), np.float32)
+        full = np.asarray(self.compiled(_cast(block, jnp.float32), _cast(x, jnp.float32)))
+        error = np.linalg.norm(half - full, axis=-1) / np.linalg.norm(full, axis=-1).clip(1e-6)
+        # The middle one: a choice, as of experts, may fall otherwise for a token here and there.
+        if not np.median(error) < BFLOAT16:
+            raise _Broken(
+                f"in bfloat16 the output is off by {np.median(error):.2g} of its size (the median "
+                f"over positions; at most {BFLOAT16:g} is rounding)."
+            )
+
+    def check_scan(self) -> None:
+        """Does not apply."""
+
+
+class _Block(_Layer):
+    """`block(x, cache, offset, *, key) -> (y, cache)`."""
+
+    kind = "block"
+
+    def run(self, block: Any, x: Any, **options: Any) -> Any:
+        return block(x, None, 0, key=None, **options)[0]
+
+    def init_cache(self) -> Any:
+        """An empty cache for the batch, with room for as many places as it has."""
+        return self.block.init_cache(*self.x.shape[:2], self.x.dtype)
+
+    def extend(self, block: Any, x: Any, cache: Any, offset: Any, options: Any) -> Any:
+        """Outputs for what follows the first `offset` places of the cache, and the new cache."""
+        return block(x, cache, offset, key=None, **options)
+
+    def in_parts(self, x: Any, ends: Sequence[int], **options: Any) -> Any:
+        outputs, cache, done = [], self.init_cache(), 0
+        for part in jnp.split(x, list(ends), axis=1):
+            length = part.shape[1]
+            if done == 0:
+                # Read with more behind it, as generation does, so that few programs serve prompts
+                # of any length: what a cache holds beyond the offset must not matter.
+                part = jnp.concatenate([part, self.other[:, length:]], axis=1)
+            y, cache = _compiled(self.extend, self.block, part, cache, jnp.asarray(done), options)
+            outputs.append(y[:, :length])
+            done += length
+        return jnp.concatenate(outputs, axis=1)
+
+    def does_not_apply(self) -> Iterator[str]:
+        if not self.takes_padding_mask():
+            yield "padding"
+
+    def check_scan(self) -> None:
+        def make(key):
+            return jax.tree.map(
+                lambda a: a * (1 + 0.1 * jax.random.normal(key)) if eqx.is_inexact_array(a) else a,
+                self.block,
+            )
+
+        stacks = [Stack(make, 2, scan=scan, key=jax.random.key(0)) for scan in (False, True)]
+        unrolled, scanned = (
+            eqx.filter_jit(lambda stack, x: stack(x)[0])(stack, self.x) for stack in stacks
+        )
+        _compare(scanned, unrolled, "scanned", "unrolled")
+
+
+class _Model(_Block):
+    """`model(ids) -> logits`. With `init_cache`, `extend` and `logits` as `GPT` has them, it is
+    checked cached, too."""
+
+    kind = "model"
+
+    def run(self, block: Any, x: Any, **options: Any) -> Any:
+        return block(x, **options)
+
+    def init_cache(self) -> Any:
+        return self.block.init_cache(self.x.shape[:1])
+
+    def extend(self, block: Any, x: Any, cache: Any, offset: Any, options: Any) -> Any:
+        if "padding_mask" in options:
+            unused = block.config.context_length - self.x.shape[1]
+            mask = jnp.pad(options["padding_mask"], ((0, 0), (0, unused)))
+            options = {"padding_mask": mask}
+        cache = eqx.tree_at(lambda cache: cache.length, cache, offset.astype(jnp.int32))
+        hidden, cache = block.extend(x, cache, **options)
+        return block.logits(hidden), cache
+
+    def expected(self, x: Any) -> tuple[tuple[int, ...], Any]:
+        return (*x.shape, _vocab_size(self.block, x)), jnp.float32
+
+    def does_not_apply(self) -> Iterator[str]:
+        yield "scan"
+        if not hasattr(self.block, "extend"):
+            yield "cached"
+        if not self.takes_padding_mask():
+            yield "padding"
+
+    def influence(self) -> np.ndarray:
+        """By the gradients to the rows of the tables that ids are looked up in. Every id of the
+        sequence stands in it once; and because a table may be the head, too, only the logits of
+        ids that do not stand in it are looked at."""
+        ids, vocab = self.x[0], _vocab_size(self.block, self.x)
+        direction = jax.random.normal(jax.random.key(1), (vocab,)).at[ids].set(0)
+        params, static = eqx.partition(self.block, eqx.is_inexact_array)
+        leaves, structure = jax.tree.flatten(params)
+        tables = [i for i, leaf in enumerate(leaves) if leaf.ndim == 2 and len(leaf) >= vocab]
+
+        @jax.jit
+        @jax.jacrev
+        def jacobian(moved):
+            new = list(leaves)
+            for i, table in zip(tables, moved, strict=True):
+                new[i] = table
+            block = eqx.combine(jax.tree.unflatten(structure, new), static)
+            return self.run(block, ids) @ direction
+
+        by_row = [jnp.abs(table).sum(-1) for table in jacobian([leaves[i] for i in tables])]
+        return np.asarray(sum(rows[:, ids] for rows in by_row))
+
+
+def _recognise(block: Any, d_model: int | None, seed: int) -> _Layer:
+    """Which of the three it is, found by calling it."""
+    keys = jax.random.split(jax.random.key(seed), 2)
+    widths = [d_model] if d_model else _widths(block)
+    said: Exception | None = None
+    for width in widths:
+        x, other = (jax.random.normal(key, (BATCH, SEQ, width)) for key in keys)
+        try:
+            out = eqx.filter_eval_shape(lambda block, x: block(x), block, x)
+        except Exception as error:
+            said = said or error
+            continue
+        if isinstance(out, tuple):
+            return _Block(block, x, other)
+        if out.shape == x.shape or d_model:
+            return _Layer(block, x, other)
+    try:
+        vocab = _vocab_size(block, jnp.zeros((1, 1), jnp.int32))
+    except Exception as error:
+        what = _say(said or error)
+        raise _Broken(
+            f"it takes neither [batch, seq, d_model] nor ids: it raised {what}"
+        ) from error
+    context = getattr(getattr(block, "config", None), "context_length", SEQ)
+    seq = min(SEQ, vocab // 2, context)
+    x, other = (
+        jnp.stack([jax.random.permutation(k, vocab)[:seq] for k in jax.random.split(key, BATCH)])
+        for key in keys
+    )
+    return _Model(block, x, other)
+
+
+def _widths(block: Any) -> list[int]:
+    """What d_model may be, as parameters' shapes tell."""
+    leaves = jax.tree.leaves(eqx.filter(block, eqx.is_inexact_array))
+    return sorted({size for leaf in leaves for size in leaf.shape if size > 1}) or [SMALL.d_model]
+
+
+def _vocab_size(block: Any, ids: Any) -> int:
+    return eqx.filter_eval_shape(lambda block, ids: block(ids), block, ids).shape[-1]
+
+
+def _move_parameters(block: Any, key: Any) -> Any:
+    """Every parameter a little aside, and far from zero where it was zero."""
+    leaves, structure = jax.tree.flatten(block)
+    for place, leaf in enumerate(leaves):
+        if not eqx.is_inexact_array(leaf):
+            continue
+        noise = jax.random.normal(jax.random.fold_in(key, place), leaf.shape, leaf.dtype)
+        size = float(jnp.sqrt(jnp.mean(jnp.square(leaf)))) if leaf.size else 0.0
+        scale = 0.1 * size or (leaf.shape[-1] ** -0.5 if leaf.ndim > 1 else 0.1)
+        leaves[place] = leaf + scale * noise
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _modules(tree: Any) -> Iterator[Any]:
+    """All modules in `tree`."""
+    for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, eqx.Module)):
+        if isinstance(node, eqx.Module):
+            yield node
+            for field in dataclasses.fields(node):
+                if not field.metadata.get("static", False):
+                    yield from _modules(getattr(node, field.name, None))
+
+
+def _cast(tree: Any, dtype: Any) -> Any:
+    return jax.tree.map(lambda a: a.astype(dtype) if eqx.is_inexact_array(a) else a, tree)
+
+
+@eqx.filter_jit
+def _compiled(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    return function(*arguments, **options)
+
+
+def _compare(found: Any, wanted: Any, what: str, than: str) -> None:
+    """**Raises:** `_Broken` if the two differ by more than rounding."""
+    found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
+    error = np.nan_to_num(np.abs(found - wanted), nan=np.inf).max(axis=-1)
+    size = np.abs(wanted).max()
+    if not error.max() <= SAME * size:
+        *_, place = np.unravel_index(error.argmax(), error.shape)
+        raise _Broken(
+            f"{what}, the output at position {place} is off by {error.max():.2g} from {than} "
+            f"(numbers are up to {size:.2g})."
+        )
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _say(error: Exception) -> str:
+    """An exception as a line."""
+    first = next((line for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {first.strip()}"

@@ -1,0 +1,283 @@
+"""`check_block` bites: what is right passes, and every planted bug is caught and named."""
+
+import dataclasses
+import itertools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from gptlite.nn import Linear, RMSNorm, Rotary
+from gptlite.testing import SMALL, CheckError, check_block
+
+D = 16
+
+
+class OneHead(eqx.Module):
+    """Attention with one head, in steps that a bug can be planted in."""
+
+    query: Linear
+    key: Linear
+    value: Linear
+
+    def __init__(self, config=SMALL, *, key):
+        d_model = config.d_model
+        self.query, self.key, self.value = (
+            Linear(d_model, d_model, std=0.5, key=k) for k in jax.random.split(key, 3)
+        )
+
+    def init_cache(self, batch, capacity, dtype):
+        return (jnp.zeros((batch, capacity, D), dtype),) * 2
+
+    def positions(self, x, offset):
+        return Rotary()(x, offset)
+
+    def write(self, cache, new, offset):
+        return tuple(
+            lax.dynamic_update_slice_in_dim(old, part, offset, axis=-2)
+            for old, part in zip(cache, new, strict=True)
+        )
+
+    def mask(self, queries, keys, offset):
+        return jnp.arange(keys) <= offset + jnp.arange(queries)[:, None]
+
+    def padding(self, mask):
+        return mask[..., None, :]
+
+    def weights(self, scores):
+        return jax.nn.softmax(scores, axis=-1)
+
+    def mix(self, weights, values):
+        return (weights @ values.astype(weights.dtype)).astype(values.dtype)
+
+    def __call__(self, x, cache=None, offset=0, *, padding_mask=None, key=None):
+        q, k = (self.positions(layer(x), offset) for layer in (self.query, self.key))
+        v = self.value(x)
+        if cache is not None:
+            cache = k, v = self.write(cache, (k, v), offset)
+        scores = (q @ jnp.swapaxes(k, -1, -2)).astype(jnp.promote_types(q.dtype, jnp.float32)) / 4
+        seen = self.mask(q.shape[-2], k.shape[-2], offset)
+        if padding_mask is not None:
+            seen = seen & self.padding(padding_mask)
+        return self.mix(self.weights(jnp.where(seen, scores, -1e9)), v), cache
+
+
+class Sees1Ahead(OneHead):
+    def mask(self, queries, keys, offset):
+        return jnp.arange(keys) <= offset + jnp.arange(queries)[:, None] + 1
+
+
+class SoftmaxOverQueries(OneHead):
+    def weights(self, scores):
+        return jax.nn.softmax(scores, axis=-2)
+
+
+class RotaryForgetsTheOffset(OneHead):
+    def positions(self, x, offset):
+        return Rotary()(x, 0)
+
+
+class MaskForgetsTheOffset(OneHead):
+    def mask(self, queries, keys, offset):
+        return super().mask(queries, keys, 0)
+
+
+class WritesOneTooFar(OneHead):
+    def write(self, cache, new, offset):
+        return super().write(cache, new, offset + 1)
+
+
+class SeesAllOfTheCache(OneHead):
+    def mask(self, queries, keys, offset):
+        whole = super().mask(queries, keys, offset)
+        return whole if queries == keys and isinstance(offset, int) else jnp.ones_like(whole)
+
+
+class SeesPadding(OneHead):
+    def padding(self, mask):
+        return jnp.ones_like(mask)[..., None, :]
+
+
+class PadsOneTooFew(OneHead):
+    def padding(self, mask):
+        return (mask | jnp.roll(mask, -1, axis=-1))[..., None, :]
+
+
+class ValuesWithoutGradient(OneHead):
+    def mix(self, weights, values):
+        return super().mix(weights, lax.stop_gradient(values))
+
+
+class LastCacheOfTheBatch(OneHead):
+    def mix(self, weights, values):
+        return super().mix(weights, jnp.broadcast_to(values[-1:], values.shape))
+
+
+class ScoresInHalf(OneHead):
+    def weights(self, scores):
+        if self.query.weight.dtype == jnp.bfloat16:
+            scores = jnp.round(scores)
+        return jax.nn.softmax(scores, axis=-1)
+
+
+class Layer(eqx.Module):
+    """An MLP, right as it stands."""
+
+    up: Linear
+    down: Linear
+
+    def __init__(self, config=SMALL, *, key):
+        up_key, down_key = jax.random.split(key)
+        self.up = Linear(config.d_model, 24, std=0.5, key=up_key)
+        self.down = Linear(24, config.d_model, std=0.0, key=down_key)
+
+    def __call__(self, x):
+        return self.down(jax.nn.gelu(self.up(x)))
+
+
+class NormOverTime(Layer):
+    def __call__(self, x):
+        return super().__call__(x / jnp.sqrt(jnp.mean(x**2, axis=-2, keepdims=True) + 1e-6))
+
+
+class NormOverTheBatch(Layer):
+    def __call__(self, x):
+        if x.ndim == 3:
+            x = x - jnp.mean(x, axis=0)
+        return super().__call__(x)
+
+
+class LooksForTheLargest(Layer):
+    """Its output depends on a later token through a choice, which has no derivative."""
+
+    def __call__(self, x):
+        place = jnp.argmax(x[..., 0], axis=-1)
+        return super().__call__(x) * (1 + place[..., None, None]).astype(x.dtype)
+
+
+class Unused(Layer):
+    spare: Linear
+
+    def __init__(self, config=SMALL, *, key):
+        super().__init__(config, key=key)
+        self.spare = Linear(config.d_model, 4, std=0.5, key=key)
+
+
+class StaticGain(Layer):
+    gain: np.ndarray = eqx.field(static=True)
+
+    def __init__(self, config=SMALL, *, key):
+        super().__init__(config, key=key)
+        self.gain = np.full(config.d_model, 2.0, np.float32)
+
+    def __call__(self, x):
+        return super().__call__(x) * jnp.asarray(self.gain, x.dtype)
+
+
+@jax.custom_vjp
+def half(x):
+    return 0.5 * x
+
+
+half.defvjp(lambda x: (half(x), None), lambda _, grad: (grad,))
+
+
+class WrongBackwardPass(Layer):
+    def __call__(self, x):
+        return half(super().__call__(x))
+
+
+class InfiniteSlope(Layer):
+    def __call__(self, x):
+        y = super().__call__(x)
+        return y * jnp.sqrt(jnp.sum(0 * y, axis=-1, keepdims=True))
+
+
+class Widens(Layer):
+    def __call__(self, x):
+        return super().__call__(x).astype(jnp.float32)
+
+
+class DropsAToken(Layer):
+    def __call__(self, x):
+        return super().__call__(x)[..., 1:, :]
+
+
+counter = itertools.count(1)
+
+
+class KeepsCount(Layer):
+    def __call__(self, x):
+        return super().__call__(x) * next(counter)
+
+
+class LosesDigits(Layer):
+    """The mean square of small numbers beside a large one, in the format of the input."""
+
+    def __call__(self, x):
+        large = jnp.asarray(256.0, x.dtype)
+        return super().__call__((x + large) - large)
+
+
+BUGS = {
+    Sees1Ahead: ("causal", "depends on the input at position"),
+    SoftmaxOverQueries: ("causal", "depends on the input at position"),
+    NormOverTime: ("causal", "depends on the input at position"),
+    LooksForTheLargest: ("causal", "with other inputs from position"),
+    RotaryForgetsTheOffset: ("cached", "one token at a time"),
+    MaskForgetsTheOffset: ("cached", "at position"),
+    WritesOneTooFar: ("cached", "at position"),
+    SeesAllOfTheCache: ("cached", "at position"),
+    SeesPadding: ("padding", "with 1 places of padding before"),
+    PadsOneTooFew: ("padding", "with 1 places of padding before"),
+    NormOverTheBatch: ("batch", "sequence 0 in a batch"),
+    LastCacheOfTheBatch: ("batch", "in a batch"),
+    ValuesWithoutGradient: ("gradients", "value.weight"),
+    Unused: ("gradients", "spare.weight changes nothing"),
+    WrongBackwardPass: ("gradients", "is wrong"),
+    InfiniteSlope: ("gradients", "is not finite"),
+    StaticGain: ("parameters", "StaticGain.gain is an array in a static field"),
+    Widens: ("shapes", "bfloat16[3, 8, 16] in, float32[3, 8, 16] out"),
+    DropsAToken: ("shapes", "[3, 7, 16] out"),
+    KeepsCount: ("jit", "not compiled"),
+    LosesDigits: ("bfloat16", "off by"),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
+def test_a_planted_bug_is_caught_and_named(bug):
+    law, words = BUGS[bug]
+    with pytest.raises(CheckError) as found:
+        check_block(bug)
+    assert law in found.value.laws
+    lines = [line for line in str(found.value).splitlines() if line.startswith(f"  {law}: ")]
+    assert len(lines) == 1
+    assert words in lines[0]
+    assert str(found.value).startswith(f"{bug.__name__} is not right.")
+
+
+def test_what_they_are_planted_in_is_right():
+    report = check_block(OneHead)
+    assert str(report) == (
+        "OneHead (block, 768 parameters) is right: shapes, parameters, jit, causal, batch, cached, "
+        "padding, gradients, bfloat16, scan"
+    )
+    assert set(report.laws) - set(check_block(Layer).laws) == {"padding", "scan"}
+
+
+def test_a_module_or_a_class_and_what_is_neither():
+    block = Layer(dataclasses.replace(SMALL, d_model=12), key=jax.random.key(0))
+    assert check_block(block).parameters == check_block(block, d_model=12).parameters == 2 * 12 * 24
+    with pytest.raises(CheckError, match=r"neither .* nor ids: it raised TypeError"):
+        check_block(lambda: 0)
+    with pytest.raises(CheckError, match="it cannot be built: TypeError"):
+        check_block(RMSNorm)
+
+
+def test_a_parameter_may_be_known_to_be_idle():
+    with pytest.raises(CheckError):
+        check_block(Unused)
+    assert "gradients" in check_block(Unused, idle=("spare.weight",)).laws
