@@ -33,12 +33,21 @@ def describe_own(config: ModelConfig) -> str:
 def load_own(config: Config) -> Config:
     """`config` with classes in place of their names. Executes the files that they are in.
 
-    **Raises:** `UserError` if a file cannot be executed or has no such class.
+    **Raises:** `UserError` if a file cannot be executed or has no such class, or a class is not
+    built from `(config, *, key)`.
     """
     loaded = {
-        knob: _load_class(value) if isinstance(value, str) else value
+        knob: load_class(value) if isinstance(value, str) else value
         for knob, value in own_blocks(config.model).items()
     }
+    for block in loaded.values():
+        try:
+            inspect.signature(block).bind(config.model, key=None)
+        except TypeError as error:
+            raise UserError(
+                f"{block_name(block)} must be built from (config, *, key), with a ModelConfig: "
+                f"{error}."
+            ) from error
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **loaded))
 
 
@@ -88,7 +97,11 @@ def _class_of(value: Any) -> str:
     return block_name(value).rpartition(":")[2]
 
 
-def _load_class(name: str) -> type:
+def load_class(name: str) -> type:
+    """The class `FILE.py:CLASS`. Executes the file.
+
+    **Raises:** `UserError` if that fails, or there is no such class.
+    """
     import jaxtyping
 
     file, _, cls = name.rpartition(":")

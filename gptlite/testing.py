@@ -11,13 +11,17 @@
     bfloat16    near float32
     scan        a stack of it is the same unrolled and scanned (where it has a cache)
 
+From the command line: `python -m gptlite.testing FILE.py:CLASS`.
+
 A block is one of three things, told apart by its call: a layer, `layer(x) -> y`, as an MLP or a
 norm; a block with a cache, `block(x, cache, offset, *, key) -> (y, cache)`, as attention or a whole
 layer of the stack; a model, `model(ids) -> logits`, as `GPT`.
 """
 
+import argparse
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,10 +31,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gptlite.config import ModelConfig
+from gptlite.cli import errors_as_sentences
+from gptlite.config import ModelConfig, is_own, require
 from gptlite.models.summary import count_parameters
 from gptlite.nn.stack import Stack
+from gptlite.own import load_class
 from gptlite.training.optimizer import inside
+
+LAWS = frozenset(
+    {
+        *("shapes", "parameters", "jit", "causal", "batch"),
+        *("cached", "padding", "gradients", "bfloat16", "scan"),
+    }
+)
 
 BATCH, SEQ = 3, 8
 SMALL = ModelConfig(n_layers=2, n_heads=2, d_model=16, context_length=SEQ)
@@ -534,3 +547,23 @@ def _say(error: Exception) -> str:
     """An exception as a line."""
     first = next((line for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {first.strip()}"
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m gptlite.testing",
+        description="Check a block of your own, built as CLASS(config, key=key).",
+    )
+    parser.add_argument("block", metavar="FILE.py:CLASS")
+    name = parser.parse_args().block
+    with errors_as_sentences():
+        require(is_own(name), f"A block is named as FILE.py:CLASS, got {name!r}.")
+        try:
+            print(check_block(load_class(name)))
+        except CheckError as error:
+            print(error)
+            sys.exit(1)
+
+
+if __name__ == "__main__":
+    _main()

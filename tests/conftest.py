@@ -49,29 +49,52 @@ TEXT = (
 
 VOCAB = 13
 TINY = ModelConfig(n_layers=2, n_heads=2, d_model=16, context_length=12)
-# One of each block and each way of putting them together.
+GPT2 = {
+    "norm": "layer",
+    "mlp": "gelu",
+    "positions": "learned",
+    "embed_previous": 0,
+    "qk_norm": False,
+    "bias": True,
+    "tied_head": True,
+    "init": "gpt2",
+}
+# Every block and every way of putting them together, in a few models.
 VARIANTS = {
     "default": {},
-    "layer-norm": {"norm": "layer", "bias": True},
-    "gelu": {"mlp": "gelu"},
-    "silu": {"mlp": "silu"},
-    "relu": {"mlp": "relu"},
-    "swiglu": {"mlp": "swiglu"},
-    "learned": {"positions": "learned"},
-    "sinusoidal": {"positions": "sinusoidal"},
-    "no-positions": {"positions": "none"},
-    "no-qk-norm": {"qk_norm": False},
-    "no-previous": {"embed_previous": 0},
-    "scan": {"stack": "scan"},
-    "gpt2": {
+    "gpt2": GPT2,
+    "scan": {"stack": "scan", "mlp": "silu", "logit_cap": 3.0},
+    "learned": {"positions": "learned", "value_residual": True},
+    "sinusoidal-post": {
+        "positions": "sinusoidal",
+        "block": "post",
         "norm": "layer",
-        "mlp": "gelu",
-        "positions": "learned",
-        "embed_previous": 0,
-        "qk_norm": False,
         "bias": True,
+        "mlp": "swiglu",
+    },
+    "alibi-grouped": {
+        "positions": "alibi",
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "qk_norm": False,
+        "mlp": "relu",
+    },
+    "relative-sliding-parallel": {
+        "positions": "relative",
+        "attention": "sliding",
+        "window": 5,
+        "block": "parallel",
+        "mlp": "geglu",
         "tied_head": True,
-        "init": "gpt2",
+    },
+    "experts-sandwich-scan": {
+        "mlp": "moe",
+        "block": "sandwich",
+        "norm": "dyt",
+        "positions": "none",
+        "n_kv_heads": 1,
+        "value_residual": True,
+        "stack": "scan",
     },
 }
 

@@ -11,6 +11,8 @@ from scipy import stats
 # Of "better" and "worse": the chance that one or more of a table's are but luck.
 LEVEL = 0.05
 
+Losses = Sequence[float] | np.ndarray
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -33,7 +35,7 @@ class Verdict:
     words: str
 
 
-def estimate(values: Sequence[float] | np.ndarray) -> Estimate:
+def estimate(values: Losses) -> Estimate:
     """Mean of `values`, with Student's 95 % interval."""
     mean, count = float(np.mean(values)), len(values)
     if count < 2:
@@ -42,7 +44,7 @@ def estimate(values: Sequence[float] | np.ndarray) -> Estimate:
     return Estimate(mean, float(stats.t.ppf(0.975, count - 1)) * error)
 
 
-def judge(base: Sequence[float], variants: Mapping[str, Sequence[float]]) -> dict[str, Verdict]:
+def judge(base: Losses, variants: Mapping[str, Losses]) -> dict[str, Verdict]:
     """Each variant's losses against the base's, seed by seed. Lower is better."""
     differences = {name: np.subtract(losses, base) for name, losses in variants.items()}
     p_values = {name: _p_value(d) for name, d in differences.items()}

@@ -1,7 +1,6 @@
 """The decoder-only language model."""
 
 import functools
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
-from gptlite.config import ModelConfig, UserError, block_name
+from gptlite.config import ModelConfig, UserError
 from gptlite.nn.attention import Attention
 from gptlite.nn.block import Block, ParallelBlock, PostNormBlock, SandwichBlock
 from gptlite.nn.cache import Cache
@@ -297,16 +296,10 @@ def make_norm(config: ModelConfig, key: PRNGKeyArray) -> Any:
 def make_own(block: str | type, config: ModelConfig, key: PRNGKeyArray) -> Any:
     """A block of the user's own.
 
-    **Raises:** `UserError` if it is but a name, or not built from `(config, *, key)`.
+    **Raises:** `UserError` if it is but a name.
     """
     if isinstance(block, str):
         raise UserError(f"{block} has not been loaded: see gptlite.own.load_own.")
-    try:
-        inspect.signature(block).bind(config, key=key)
-    except TypeError as error:
-        raise UserError(
-            f"{block_name(block)} must be built from (config, *, key), with a ModelConfig: {error}."
-        ) from error
     return block(config, key=key)
 
 

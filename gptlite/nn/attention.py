@@ -123,7 +123,7 @@ def attend_fused(
     flash = whole and half and jax.default_backend() == "gpu"
     window = mask.window - 1 if isinstance(mask, SlidingWindow) else None
     # It wants [batch, seq, heads, d_head]; a row of keys is a batch element with one head.
-    grouped = query.reshape(len(key), -1, queries, d_head)
+    grouped = query.reshape(len(key), len(query) // len(key), queries, d_head)
     out = jax.nn.dot_product_attention(
         jnp.swapaxes(grouped, 1, 2),
         key[:, :, None],
@@ -280,8 +280,9 @@ class Attention(eqx.Module):
             dropout=self.dropout,
             dropout_key=key if self.dropout.p > 0 else None,
         )
-        out = jnp.swapaxes(out.reshape(*x.shape[:-2], self.n_heads, -1, self.d_head), -2, -3)
-        return self.output(out.reshape(*x.shape[:-1], -1)), cache
+        *batch, seq, _ = x.shape
+        out = jnp.swapaxes(out.reshape(*batch, self.n_heads, seq, self.d_head), -2, -3)
+        return self.output(out.reshape(*batch, seq, self.n_heads * self.d_head)), cache
 
     def _project(
         self, x: Float[Array, "*batch seq d_model"], cached: bool

@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -5,7 +7,17 @@ import numpy as np
 import pytest
 from jaxtyping import TypeCheckError
 
-from gptlite.nn import Attention, LayerCache, Linear, NoPositions, Rotary, attend
+from gptlite.nn import (
+    ALiBi,
+    Attention,
+    LayerCache,
+    Linear,
+    NoPositions,
+    RelativeBias,
+    Rotary,
+    SlidingWindow,
+    attend,
+)
 from gptlite.nn.attention import attend_fused, attend_plain
 
 
@@ -140,9 +152,107 @@ def test_a_cache_read_in_two_parts_equals_one_whole(first):
     np.testing.assert_allclose(jnp.concatenate([a, b], 1), whole, rtol=1e-5, atol=1e-5)
 
 
+def reference_with(query, key, value, *, bias=None, window=None, tokens=None):
+    """The formula in float64, with what may be added to it: `bias[i, j]`, a window, and tokens
+    that are padding (False)."""
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    out = np.zeros(query.shape)
+    for row, i in np.ndindex(query.shape[:2]):
+        seen = [
+            j
+            for j in range(i + 1)
+            if (window is None or i - j < window) and (tokens is None or tokens[row, j])
+        ]
+        if seen:
+            scores = key[row, seen] @ query[row, i] / np.sqrt(query.shape[-1])
+            if bias is not None:
+                scores = scores + bias[row, i, seen]
+            weights = np.exp(scores - scores.max())
+            out[row, i] = (weights / weights.sum()) @ value[row, seen]
+    return out
+
+
+@pytest.mark.parametrize("attend_fn", [attend_plain, attend_fused])
+@pytest.mark.parametrize("window", [1, 4])
+def test_a_sliding_window_sees_so_many(attend_fn, window):
+    q, k, v = random_qkv(9, 9)
+    out = attend_fn(q, k, v, mask=SlidingWindow(window))
+    np.testing.assert_allclose(out, reference_with(q, k, v, window=window), rtol=1e-5, atol=1e-5)
+
+
+def test_alibi_takes_off_by_distance():
+    # Press et al., 2022: for 8 heads 1/2, 1/4, ... 1/256; for 3 heads 2^(-8/3), ...
+    q, k, v = random_qkv(9, 9)
+    distance = np.arange(9)[:, None] - np.arange(9)
+    bias = -(2.0 ** (-8 * np.arange(1, 4) / 3))[:, None, None] * distance
+    out = attend_plain(q, k, v, score_bias=ALiBi(3))
+    np.testing.assert_allclose(out, reference_with(q, k, v, bias=bias), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(ALiBi(8)(2, 2, 0)[:, 1, 0], -(0.5 ** np.arange(1, 9)))
+
+
+def test_relative_bias_is_t5s_table():
+    module = RelativeBias(3, key=jax.random.key(0))
+    table = np.asarray(module.table.weight)
+    found = np.asarray(module(1, 400, jnp.asarray(399)))[:, 0]
+    for distance in range(400):
+        bucket = distance
+        if distance >= 16:  # Raffel et al., 2020: logarithmic up to 128, one for all beyond
+            bucket = min(31, 16 + int(np.log(distance / 16) / np.log(128 / 16) * 16))
+        np.testing.assert_array_equal(found[:, 399 - distance], table[bucket], str(distance))
+
+
+def test_grouped_queries_share_keys_and_values():
+    grouped = attention(n_kv_heads=2, positions=Rotary(), bias=True)
+    x = jax.random.normal(jax.random.key(1), (2, 6, 16))
+    assert grouped.key.weight.shape == (8, 16)
+    assert grouped.init_cache(2, 6, x.dtype).keys.shape == (4, 6, 4)
+
+    def repeated(layer):  # heads 0 and 1 are given the first, 2 and 3 the second
+        weight = layer.weight.reshape(2, 4, 16).repeat(2, axis=0).reshape(16, 16)
+        bias = layer.bias.reshape(2, 4).repeat(2, axis=0).reshape(16)
+        return eqx.tree_at(lambda it: (it.weight, it.bias), layer, (weight, bias))
+
+    whole = eqx.tree_at(
+        lambda a: (a.query, a.key, a.value, a.output),
+        attention(positions=Rotary(), bias=True),
+        (grouped.query, repeated(grouped.key), repeated(grouped.value), grouped.output),
+    )
+    np.testing.assert_allclose(grouped(x)[0], whole(x)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_padding_is_not_seen_and_what_sees_nothing_is_zero():
+    q, k, v = random_qkv(9, 9)
+    tokens = np.array([[True] * 9, [False] * 3 + [True] * 6, [True] * 5 + [False] * 4])
+    out = attend(q, k, v, padding_mask=jnp.asarray(tokens))
+    np.testing.assert_allclose(out, reference_with(q, k, v, tokens=tokens), rtol=1e-5, atol=1e-5)
+    assert not np.any(out[1, :3])
+    grads = jax.grad(lambda q: jnp.sum(attend(q, k, v, padding_mask=jnp.asarray(tokens))))(q)
+    assert np.isfinite(grads).all()
+
+
+def test_a_value_residual_mixes_in_the_first_layers_values():
+    module = attention(value_residual=True)
+    module = eqx.tree_at(lambda a: a.value_residual.weight, module, jnp.array([0.25, 2.0]))
+    x, first = jax.random.normal(jax.random.key(1), (2, 6, 16))
+    mixed = Bare(lambda x: 0.25 * module.value(x) + 2.0 * first)
+    plain = eqx.tree_at(lambda a: (a.value, a.value_residual), module, (mixed, None))
+    np.testing.assert_allclose(module(x, first_values=first)[0], plain(x)[0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(module.first_values(x), module.value(x))
+
+
+class Bare(eqx.Module):
+    function: Callable
+    bias: None = None
+
+    def __call__(self, x):
+        return self.function(x)
+
+
 def test_heads_that_do_not_divide_the_width_are_refused():
     with pytest.raises(ValueError, match="multiple of n_heads, got 16 and 3"):
         Attention(16, 3, positions=NoPositions(), std=1.0, output_std=1.0, key=jax.random.key(0))
+    with pytest.raises(ValueError, match="multiple of n_kv_heads, got 4 and 3"):
+        attention(n_kv_heads=3)
 
 
 def test_an_odd_head_cannot_rotate():

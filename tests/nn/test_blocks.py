@@ -11,15 +11,23 @@ from jax.scipy.special import erf
 
 from gptlite.nn import (
     MLP,
+    Attention,
+    Block,
+    DyT,
     Embedding,
     GatedMLP,
     LayerNorm,
     Learned,
     Linear,
+    MoE,
     NoPositions,
+    ParallelBlock,
+    PostNormBlock,
     RMSNorm,
     Rotary,
+    SandwichBlock,
     Sinusoidal,
+    SoftCap,
     Stack,
 )
 from gptlite.nn.mlp import ACTIVATIONS
@@ -154,6 +162,88 @@ def test_mlp_and_gated_mlp_are_their_formulas():
     gate = x @ np.asarray(glu.gate.weight).T
     mixed = gate / (1 + np.exp(-gate)) * (x @ np.asarray(glu.up.weight).T)
     np.testing.assert_allclose(glu(X), mixed @ np.asarray(glu.down.weight).T, rtol=1e-4, atol=1e-4)
+
+
+def test_dyt_and_the_soft_cap_are_their_formulas():
+    dyt = DyT(8)
+    gains = (jnp.asarray(0.7), jnp.arange(8.0), jnp.ones(8))
+    dyt = eqx.tree_at(lambda n: (n.alpha, n.weight, n.bias), dyt, gains)
+    expected = np.tanh(0.7 * np.asarray(X)) * np.arange(8) + 1
+    np.testing.assert_allclose(dyt(X), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(SoftCap(2.0)(X), 2 * np.tanh(np.asarray(X) / 2), rtol=1e-5)
+
+
+def moe(**options) -> MoE:
+    options = {"n_experts": 4, "experts_per_token": 2, "std": 0.5, "down_std": 0.5} | options
+    return MoE(8, 6, key=KEY, **options)
+
+
+def router_probabilities(module, x):
+    logits = np.asarray(x, np.float64) @ np.asarray(module.router.weight).T
+    odds = np.exp(logits)
+    return odds / odds.sum(-1, keepdims=True)
+
+
+def test_experts_are_what_a_loop_over_tokens_makes_of_them():
+    module = moe()
+    out = np.asarray(module(X))
+    for place in np.ndindex(2, 5):
+        x = np.asarray(X[place], np.float64)
+        probability = router_probabilities(module, x)
+        expected = np.zeros(8)
+        for expert in np.argsort(-probability)[:2]:
+            rows = slice(6 * expert, 6 * expert + 6)
+            hidden = np.maximum(np.asarray(module.up.weight)[rows] @ x, 0) ** 2
+            expected += probability[expert] * (np.asarray(module.down.weight)[:, rows] @ hidden)
+        np.testing.assert_allclose(out[place], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_the_balance_loss_is_in_the_gradients_and_not_in_the_output(scale):
+    module, free = moe(balance_loss=0.1), moe(balance_loss=0.0)
+    np.testing.assert_array_equal(module(X), free(X))
+
+    picked = np.argsort(-np.asarray(module.router(X)), axis=-1)[..., :2]
+
+    def balance(module):
+        probability = jax.nn.softmax(module.router(X))
+        share = np.bincount(picked.ravel(), minlength=4) / picked.size
+        return 0.1 * 4 * jnp.sum(share * probability.mean((0, 1)))
+
+    def loss(module):
+        return scale * jnp.mean(jnp.sin(module(X)))
+
+    def router_grad(loss, module):
+        return eqx.filter_grad(loss)(module).router.weight
+
+    extra = router_grad(loss, module) - router_grad(loss, free)
+    np.testing.assert_allclose(extra, router_grad(balance, free), rtol=1e-4, atol=1e-6)
+    at_rest = eqx.nn.inference_mode(module)
+    np.testing.assert_array_equal(router_grad(loss, at_rest), router_grad(loss, free))
+
+
+def test_blocks_are_their_formulas():
+    norms = [LayerNorm(8) for _ in range(4)]
+    norms = [eqx.tree_at(lambda n: n.weight, n, i + jnp.ones(8)) for i, n in enumerate(norms)]
+    a, b, c, d = norms
+    mlp = MLP(8, 12, std=0.5, down_std=0.5, key=KEY)
+    attention = Attention(8, 2, positions=NoPositions(), std=0.5, output_std=0.5, key=KEY)
+    parts = {"attention": attention, "mlp": mlp, "dropout": eqx.nn.Dropout(0.0)}
+
+    def att(x):
+        return attention(x)[0]
+
+    two = {"attention_norm": a, "mlp_norm": b}
+    y = X + att(a(X))
+    np.testing.assert_allclose(Block(**parts, **two)(X)[0], y + mlp(b(y)), rtol=1e-5, atol=1e-5)
+    y = a(X + att(X))
+    post = PostNormBlock(**parts, **two)
+    np.testing.assert_allclose(post(X)[0], b(y + mlp(y)), rtol=1e-5, atol=1e-5)
+    y = X + c(att(a(X)))
+    sandwich = SandwichBlock(**parts, **two, attention_out_norm=c, mlp_out_norm=d)
+    np.testing.assert_allclose(sandwich(X)[0], y + d(mlp(b(y))), rtol=1e-5, atol=1e-5)
+    parallel = ParallelBlock(**parts, norm=a)
+    np.testing.assert_allclose(parallel(X)[0], X + att(a(X)) + mlp(a(X)), rtol=1e-5, atol=1e-5)
 
 
 class Affine(eqx.Module):

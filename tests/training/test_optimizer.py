@@ -125,3 +125,24 @@ def test_clipping_scales_the_whole_gradient():
 def test_settings_out_of_range_are_refused(changes):
     with pytest.raises(UserError, match=f"optimizer.{next(iter(changes))} must|and optimizer"):
         dataclasses.replace(PLAIN, schedule="wsd", **changes)
+
+
+def test_tables_and_gains_inside_the_blocks_are_adams():
+    model = tiny_model(positions="relative", mlp="moe", norm="dyt", value_residual=True)
+    config = dataclasses.replace(PLAIN, name="muon", learning_rate=0.0, adam_learning_rate=1.0)
+    params = eqx.filter(model, eqx.is_inexact_array)
+    optimizer = make_optimizer(config, 10, model)
+    updates, _ = jax.jit(optimizer.update)(
+        jax.tree.map(jnp.ones_like, params), optimizer.init(params), params
+    )
+    by_adam = {name for name, update in named(updates).items() if np.any(update)}
+    inside = {name.removeprefix("stack.blocks.") for name in by_adam if "blocks" in name}
+    assert inside == {
+        "attention.score_bias.table.weight",
+        "attention.value_residual.weight",
+        *(
+            f"{norm}.{gain}"
+            for norm in ("attention_norm", "mlp_norm")
+            for gain in ("alpha", "weight")
+        ),
+    }

@@ -1,0 +1,174 @@
+import csv
+import dataclasses
+import io
+
+import pytest
+from conftest import TEXT, TINY
+
+from gptlite.cli import parse_compare
+from gptlite.comparison import study as study_module
+from gptlite.comparison.report import draw, table, to_csv
+from gptlite.comparison.study import Study
+from gptlite.config import Config, OptimizerConfig, TrainingConfig, UserError
+from gptlite.text.corpus import text_corpus
+from gptlite.text.tokenizer import make_tokenizer
+from gptlite.text.tokens import split_corpus
+from gptlite.training.seeds import SeedsProgress
+
+TOKENIZER = make_tokenizer("char", TEXT)
+SPLIT = split_corpus(text_corpus(TEXT), TOKENIZER)
+BASE = Config(
+    model=dataclasses.replace(TINY, n_layers=1),
+    training=TrainingConfig(
+        steps=8, batch_size=4, steps_per_dispatch=4, eval_every=4, compute_dtype="float32"
+    ),
+)
+DEEPER = dataclasses.replace(BASE, model=dataclasses.replace(BASE.model, n_layers=3))
+HOPELESS = dataclasses.replace(
+    BASE, optimizer=OptimizerConfig(learning_rate=0, adam_learning_rate=0)
+)
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """What is trained, made up: seed s of the base ends at 2 + s / 10, of others 0.1 below it."""
+    asked = []
+
+    def fit_seeds(config, make_model, seeds, split):
+        asked.append((config.model.n_layers, config.training.steps, list(seeds)))
+        gain = 0.0 if config.model.n_layers == 1 else 0.1
+        looks = max(2, config.training.steps // config.training.steps_per_dispatch)
+        for look in range(1, looks + 1):
+            losses = [2 + looks - look + seed / 10 - gain + 0.001 * seed * gain for seed in seeds]
+            yield SeedsProgress(
+                step=look * config.training.steps // looks,
+                steps=config.training.steps,
+                train_losses=losses,
+                val_losses=losses,
+                step_seconds=look * config.model.n_layers * 1.0,
+            )
+
+    monkeypatch.setattr(study_module, "fit_seeds", fit_seeds)
+    return asked
+
+
+def study(folder, equal="steps"):
+    return Study(folder, equal, TOKENIZER, SPLIT, "0" * 64)
+
+
+def run(it, name, config, seeds, at_once=None):
+    return list(it.train(name, config, seeds, at_once))
+
+
+def test_what_is_done_is_not_done_again(trained, tmp_path):
+    run(study(tmp_path), "base", BASE, range(2))
+    run(study(tmp_path), "base", BASE, range(2))
+    assert trained == [(1, 8, [0, 1])]
+    run(study(tmp_path), "base", BASE, range(5), at_once=2)
+    assert trained[1:] == [(1, 8, [2, 3]), (1, 8, [4])]
+    result = study(tmp_path).result("base", BASE, range(5))
+    assert result.losses == pytest.approx([2.0, 2.1, 2.2, 2.3, 2.4])
+    assert result.looks == [4, 8]
+    assert result.curves[3] == pytest.approx([3.3, 2.3])
+    assert study(tmp_path).trained("base", BASE, range(9)) == [0, 1, 2, 3, 4]
+
+
+def test_a_stop_loses_only_what_was_under_way(trained, tmp_path):
+    training = study(tmp_path).train("base", BASE, range(4), at_once=2)
+    for progress in training:
+        if len(trained) == 2 and progress.step == 4:
+            break
+    del training
+    assert study(tmp_path).trained("base", BASE, range(4)) == [0, 1]
+
+
+def test_another_variant_under_the_same_name_is_refused(trained, tmp_path):
+    run(study(tmp_path), "a", BASE, range(2))
+    with pytest.raises(UserError, match=r"a\.json holds another variant .*config and .*differ"):
+        run(study(tmp_path), "a", DEEPER, range(2))
+    with pytest.raises(UserError, match=r"its equal differ"):
+        run(study(tmp_path, "flops"), "a", BASE, range(2))
+    kept = (tmp_path / "a.json").read_bytes()
+    (tmp_path / "a.json").write_bytes(kept.replace(b"curves", b"curvos"))
+    with pytest.raises(UserError, match=r"a\.json is damaged"):
+        run(study(tmp_path), "a", BASE, range(2))
+
+
+def test_equal_flops_and_equal_time(trained, tmp_path):
+    (tmp_path / "flops").mkdir()
+    (tmp_path / "time").mkdir()
+    by_flops = study(tmp_path / "flops", "flops")
+    base = run(by_flops, "base", BASE, range(2))
+    deeper = run(by_flops, "deeper", DEEPER, range(2))
+    one, three = (
+        by_flops.result(name, config, range(2))
+        for name, config in (("base", BASE), ("deeper", DEEPER))
+    )
+    assert base[-1].step == 8
+    assert deeper[-1].step == round(8 * one.flops_per_token / three.flops_per_token) < 8
+    by_time = study(tmp_path / "time", "time")
+    run(by_time, "base", BASE, range(2))
+    deeper = run(by_time, "deeper", DEEPER, range(2))
+    assert deeper[-1].step == 3  # a third of the steps, as the made-up seconds say
+
+
+def test_the_report(trained, tmp_path):
+    it, results = study(tmp_path), []
+    for name, config in (("base", BASE), ("n_layers=3", DEEPER)):
+        run(it, name, config, range(3))
+        results.append(it.result(name, config, range(3)))
+    lines = table(results).splitlines()
+    assert lines[2].split()[:4] == ["base", "2.1000", "±", "0.2484"]
+    assert lines[3].startswith("n_layers=3  2.0001 ±")
+    assert "-0.0999 ± " in lines[3]
+    assert lines[3].endswith("better")
+    assert "mean of 3 seeds" in lines[-1]
+    base, deeper = csv.DictReader(io.StringIO(to_csv(results)))
+    assert [float(base[f"val_loss_seed_{seed}"]) for seed in range(3)] == results[0].losses
+    assert float(deeper["difference"]) == pytest.approx(-0.0999)
+    assert (base["verdict"], deeper["verdict"]) == ("", "better")
+    draw(results, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_line():
+    words = (
+        "--base s --vary model.norm=layer,rms,dyt --vary model.mlp=moe+model.n-experts=8"
+        " --vary model.bias=true,false --vary optimizer.name=muon --training.steps 9"
+    )
+    arguments, variants = parse_compare(words.split())
+    base = variants.pop("base (s)")
+    assert arguments.config == base
+    assert (base.training.steps, base.model.norm, base.model.bias) == (9, "layer", False)
+    found = {
+        name: (c.model.norm, c.model.mlp, c.model.n_experts, c.model.bias, c.optimizer.name)
+        for name, c in variants.items()
+    }
+    assert found == {  # what is the base itself is not trained twice
+        "norm=rms": ("rms", "gelu", 4, False, "adamw"),
+        "norm=dyt": ("dyt", "gelu", 4, False, "adamw"),
+        "mlp=moe n-experts=8": ("layer", "moe", 8, False, "adamw"),
+        "bias=true": ("layer", "gelu", 4, True, "adamw"),
+        "optimizer.name=muon": ("layer", "gelu", 4, False, "muon"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "nothing to compare: give --vary"),
+        ("--vary model.norm=rms", "nothing to compare"),
+        ("--vary model.norm", "--vary takes SECTION.FIELD=VALUE,VALUE,..., got 'model.norm'"),
+        ("--vary data.tokenizer=byte", "fields of model, optimizer and training"),
+        ("--vary training.seed=1,2", "which --seeds varies"),
+        ("--vary model.norm=rsm", "must be one of rms, layer, dyt"),
+        ("--vary model.nrom=rms", "--model.nrom"),
+        ("--vary model.norm=dyt --seeds 0", "seeds must be between 1"),
+        ("--vary model.norm=dyt --name a/b", "--name takes a name for the folder, got 'a/b'"),
+        ("--vary model.norm=dyt --seeds-at-once 0", "seeds_at_once must be between 1"),
+    ],
+)
+def test_a_command_line_that_makes_no_sense_is_refused(words, said):
+    with pytest.raises(UserError) as error:
+        parse_compare(words.split())
+    assert said in str(error.value)

@@ -1,0 +1,182 @@
+"""Blocks from a user's own file: named, loaded, kept out of what a run may execute."""
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import TINY, VOCAB
+from jaxtyping import TypeCheckError
+
+from gptlite import load_run
+from gptlite.cli import parse_sample, parse_train
+from gptlite.config import Config, ModelConfig, UserError, load_config, save_config
+from gptlite.models.gpt import GPT
+from gptlite.nn import RMSNorm
+from gptlite.own import changed_sources, describe_own, load_own, named_again, own_sources
+from gptlite.text.tokenizer import make_tokenizer
+from gptlite.training.weights import named_arrays, weights_to_bytes
+
+SOURCE = """
+import pathlib
+import equinox as eqx
+from jaxtyping import Array, Float
+
+pathlib.Path("executed").write_text("")
+
+
+class Twice(eqx.Module):
+    def __init__(self, config, *, key):
+        pass
+
+    def __call__(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
+        return 2 * x
+
+
+class Halves(Twice):
+    def __call__(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
+        return x[..., ::2]
+
+
+class Wants(eqx.Module):
+    def __init__(self, d_model, d_ff, *, key):
+        pass
+"""
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch, request) -> Iterator[str]:
+    """A file with blocks, in the current folder, under a name that no other test has."""
+    monkeypatch.chdir(tmp_path)
+    name = f"blocks_{abs(hash(request.node.name))}"
+    Path(f"{name}.py").write_text(SOURCE)
+    yield f"{name}.py"
+    sys.modules.pop(name, None)
+
+
+def config_with(**blocks) -> Config:
+    return Config(model=dataclasses.replace(TINY, **blocks))
+
+
+def test_a_name_becomes_a_class_and_a_name_again(file, tmp_path):
+    config = config_with(mlp=f"{file}:Twice")
+    assert not Path("executed").exists()
+    loaded = load_own(config)
+    assert Path("executed").exists()
+    assert describe_own(loaded.model) == f"--model.mlp {file}:Twice"
+    save_config(loaded, tmp_path / "config.json")
+    assert load_config(tmp_path / "config.json") == config
+    model: Any = GPT(loaded.model, VOCAB, key=jax.random.key(0))
+    assert type(model.stack.blocks.mlp) is loaded.model.mlp
+    x = jnp.ones((2, 3))
+    np.testing.assert_array_equal(model.stack.blocks.mlp(x), 2 * x)
+
+
+def test_a_class_will_do_in_python():
+    class Third(eqx.Module):
+        scale: jax.Array
+
+        def __init__(self, config: ModelConfig, *, key):
+            self.scale = jnp.full(config.d_model, 1 / 3)
+
+        def __call__(self, x):
+            return self.scale * x
+
+    model: Any = GPT(dataclasses.replace(TINY, norm=Third, mlp=Third), VOCAB, key=jax.random.key(0))
+    assert type(model.norm) is type(model.stack.blocks.mlp_norm) is Third
+    assert model.stack.blocks.mlp.scale.shape == (2, 16)
+    assert model(jnp.zeros(5, jnp.int32)).shape == (5, VOCAB)
+
+
+def test_its_annotations_are_checked_like_the_packages(file):
+    block: Any = load_own(config_with(mlp=f"{file}:Halves")).model.mlp
+    with pytest.raises(TypeCheckError, match="Halves"):
+        block(TINY, key=None)(jnp.ones((2, 4)))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("{file}:Thrice", "no class Thrice in {file}: it has Twice, Halves, Wants"),
+        ("missing.py:Twice", "no file missing.py"),
+        (
+            "broken.py:Twice",
+            r"broken.py cannot be loaded: SyntaxError: .*\(--debug shows where\)",
+        ),
+        ("json.py:Twice", "a module json is loaded already; rename it"),
+    ],
+)
+def test_what_cannot_be_loaded_is_said(file, name, words):
+    Path("broken.py").write_text("class Twice(:")
+    Path("json.py").write_text(SOURCE)
+    with pytest.raises(UserError, match=words.format(file=file)):
+        load_own(config_with(mlp=name.format(file=file)))
+
+
+def test_a_class_with_another_signature_is_refused(file):
+    with pytest.raises(UserError, match=r"must be built from \(config, \*, key\).*d_ff"):
+        load_own(config_with(attention=f"{file}:Wants"))
+    with pytest.raises(UserError, match="has not been loaded"):
+        GPT(config_with(norm=f"{file}:Twice").model, VOCAB, key=jax.random.key(0))
+
+
+@pytest.fixture
+def run(file, tmp_path) -> Path:
+    """A run that was made with `Twice`, and that has not been loaded in this process."""
+    path = tmp_path / "runs" / "own"
+    (path / "own").mkdir(parents=True)
+    config = load_own(config_with(mlp=f"{file}:Twice"))
+    tokenizer = make_tokenizer("byte", "")
+    model = GPT(config.model, tokenizer.vocab_size, key=jax.random.key(0))
+    save_config(config, path / "config.json")
+    (path / "own" / file).write_text(SOURCE)
+    from gptlite.files import json_to_bytes
+
+    (path / "tokenizer.json").write_bytes(json_to_bytes(tokenizer.to_json()))
+    (path / "best.safetensors").write_bytes(weights_to_bytes(named_arrays(model), 1))
+    sys.modules.pop(file.removesuffix(".py"))
+    Path("executed").unlink()
+    return path
+
+
+def test_a_run_alone_executes_nothing(run, file):
+    with pytest.raises(UserError, match=f"made with Twice, .*: --model.mlp {file}:Twice"):
+        load_run(run)
+    with pytest.raises(UserError, match=f"instead of {file}:Halves"):
+        load_run(run, own={"mlp": f"{file}:Halves"})
+    with pytest.raises(UserError, match=r"made with model\.norm rms, got"):
+        load_run(run, own={"mlp": f"{file}:Twice", "norm": f"{file}:Twice"})
+    for words in (["--resume", str(run)], ["--resume", str(run), "--model.mlp", "relu"]):
+        with pytest.raises(UserError, match="only executed if you name it again"):
+            parse_train(words)
+    assert not Path("executed").exists()
+
+
+def test_a_run_is_loaded_with_the_file_that_is_named(run, file):
+    arguments = parse_sample(["--run", str(run), "--model.mlp", f"{file}:Twice"])
+    loaded = load_run(run, own=arguments.own)
+    assert Path("executed").exists()
+    model: Any = loaded.model
+    assert type(model.stack.blocks.mlp).__name__ == "Twice"
+    assert load_run(run, own={"mlp": loaded.config.model.mlp}).config == loaded.config
+    resumed = parse_train(["--resume", str(run), f"--model.mlp={file}:Twice"])
+    assert resumed.config == config_with(mlp=f"{file}:Twice")
+
+
+def test_a_file_that_has_changed_is_said(run, file):
+    Path(file).write_text(SOURCE + "\n\nMORE = 1\n")
+    with pytest.warns(UserWarning, match=f"{file} is not as it was"):
+        loaded = load_run(run, own={"mlp": f"{file}:Twice"})
+    assert list(own_sources(loaded.config.model)) == [file]
+    assert changed_sources(run / "nothing", loaded.config.model) == []
+
+
+def test_named_again_leaves_a_config_without_blocks_alone():
+    assert named_again(Config(), {}) == Config()
+    assert type(GPT(TINY, VOCAB, key=jax.random.key(0)).norm) is RMSNorm

@@ -1,0 +1,59 @@
+"""Several seeds in one program: each gets what it would get alone."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+from conftest import TEXT, TINY
+
+from gptlite.config import Config, TrainingConfig
+from gptlite.models.gpt import GPT
+from gptlite.text.corpus import text_corpus
+from gptlite.text.tokenizer import make_tokenizer
+from gptlite.text.tokens import split_corpus
+from gptlite.training.loop import fit
+from gptlite.training.seeds import fit_seeds
+
+TOKENIZER = make_tokenizer("char", TEXT)
+SPLIT = split_corpus(text_corpus(TEXT), TOKENIZER)
+CONFIG = Config(
+    model=dataclasses.replace(TINY, n_layers=1),
+    training=TrainingConfig(
+        steps=16, batch_size=4, steps_per_dispatch=6, eval_every=8, compute_dtype="float32"
+    ),
+)
+
+
+def make_model(key):
+    return GPT(CONFIG.model, TOKENIZER.vocab_size, key=key)
+
+
+@pytest.fixture(scope="module")
+def three():
+    # Three on two devices: one of them has a gap to fill.
+    return list(fit_seeds(CONFIG, make_model, [3, 0, 7], SPLIT))
+
+
+def test_it_yields_where_it_should(three):
+    assert [progress.step for progress in three] == [6, 8, 14, 16]
+    looked = [progress.step for progress in three if progress.val_losses is not None]
+    assert looked == [8, 16]
+    assert {progress.steps for progress in three} == {16}
+    assert all(len(progress.train_losses) == 3 for progress in three)
+    assert len(set(three[-1].val_losses)) == 3
+
+
+@pytest.mark.parametrize(("place", "seed"), [(0, 3), (2, 7)])
+def test_a_seed_gets_what_it_would_get_alone(three, place, seed):
+    training = dataclasses.replace(CONFIG.training, seed=seed)
+    config = dataclasses.replace(CONFIG, training=training)
+    model_key, _ = jax.random.split(jax.random.key(seed))
+    model = eqx.filter_jit(make_model)(model_key)
+    losses = [p.val_loss for p in fit(config, model, SPLIT) if p.val_loss is not None]
+    together = [p.val_losses[place] for p in three if p.val_losses is not None]
+    # Sums in another order, made larger by Muon's Newton-Schulz steps in bfloat16.
+    np.testing.assert_allclose(together, losses, rtol=2e-3)
+    others = [p.val_losses[1] for p in three if p.val_losses is not None]
+    assert not np.allclose(others, losses, rtol=2e-3)
