@@ -53,8 +53,13 @@ def plain(kind: type, leave_out: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
             yield f"--{name.replace('_', '-')}", hint
 
 
+def choices_of(hint: Any) -> tuple[str, ...]:
+    """Of a choice, or of a choice of blocks, which also takes `FILE.py:CLASS`."""
+    return get_args(hint if get_origin(hint) is Literal else get_args(hint)[0])
+
+
 def kinds_of(hint: Any) -> set[Any]:
-    if get_origin(hint) is Literal:
+    if get_origin(hint) is Literal or get_origin((*get_args(hint), None)[0]) is Literal:
         return {Literal}
     return set(get_args(hint)) or {hint}
 
@@ -63,11 +68,11 @@ def kinds_of(hint: Any) -> set[Any]:
 WRONG: dict[Any, list[str]] = {
     int: ["-1", "2147483648", "9" * 400, "1.5", "nan", "inf", "", "many", "0x10", "1_0 0"],
     float: ["-1", "nan", "inf", "-inf", "1e999", "", "many", "1,5"],
-    Literal: ["", "nonsense", "NaN", "🙂", "rms,layer"],
+    Literal: ["", "nonsense", "NaN", "🙂", "rms,layer", "file.py", "file.py:", ":Class", "a.py:1"],
     bool: ["maybe", "", "2"],
 }
 TRAIN = dict([*knobs(), *plain(TrainArguments, ("config", "preset"))])
-SAMPLE = dict([*plain(SampleArguments, ("sampling",)), *plain(SamplingConfig, ())])
+SAMPLE = dict([*plain(SampleArguments, ("sampling", "model")), *plain(SamplingConfig, ())])
 
 
 def wrong_values(flags: dict[str, Any]) -> list[tuple[str, str]]:
@@ -258,7 +263,7 @@ def words_for(flag: str, hint: Any) -> st.SearchStrategy[str]:
     """A flag with a value: mostly one of its type."""
     kinds = kinds_of(hint)
     if kinds == {Literal}:
-        return st.sampled_from([*get_args(hint), "nonsense"]).map(lambda v: f"{flag}={v}")
+        return st.sampled_from([*choices_of(hint), "nonsense"]).map(lambda v: f"{flag}={v}")
     if kinds == {bool}:
         return st.sampled_from([flag, flag.replace(".", ".no-", 1), f"{flag}=x"])
     return ANY_WORDS.map(lambda value: f"{flag}={value}")
@@ -285,7 +290,7 @@ def test_any_config_is_accepted_or_refused_with_a_sentence(words):
 def accepted(count: int) -> list[list[str]]:
     """Configs that the parser takes, of shapes that take no time: one of each choice, at least."""
     choices = [
-        [f"{flag}={value}" for value in get_args(hint)]
+        [f"{flag}={value}" for value in choices_of(hint)]
         for flag, hint in knobs()
         if kinds_of(hint) == {Literal}
     ]
@@ -297,7 +302,7 @@ def accepted(count: int) -> list[list[str]]:
     return picks[:count]
 
 
-@pytest.mark.parametrize("words", accepted(3))
+@pytest.mark.parametrize("words", accepted(4))
 def test_a_sample_of_the_accepted_ones_trains(words, tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text(TEXT)
     monkeypatch.chdir(tmp_path)

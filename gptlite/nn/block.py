@@ -1,5 +1,6 @@
 """The transformer block: attention and MLP on a residual stream, in the orders that are in use."""
 
+import abc
 from collections.abc import Callable
 from typing import Any
 
@@ -12,15 +13,10 @@ from gptlite.nn.positions import Offset
 
 
 class Branches(eqx.Module):
-    """What all blocks have in common: attention, MLP, and dropout on what either adds.
+    """What all blocks have in common; what tells them apart is `arrange`.
 
-    Built from its parts: `mlp` and the norms are any modules from `[*batch, seq, d_model]` to the
-    same shape; `attention` has `Attention`'s call. A block's own call is
-
-        block(x, cache=None, offset=0, *, key=None, **shared) -> (y, cache)
-
-    with `cache` and `offset` as in `Attention`; `key` switches dropout on; `shared` is the same
-    for all layers and goes to the attention as it is (`padding_mask`, `first_values`).
+    Built from parts: `mlp` and the norms are any modules from `[*batch, seq, d_model]` to the same
+    shape; `attention` has `Attention`'s call.
     """
 
     attention: Any
@@ -31,21 +27,9 @@ class Branches(eqx.Module):
         """An empty cache for `batch` sequences, their leading axes in one."""
         return self.attention.init_cache(batch, capacity, dtype)
 
-    def _drop(
-        self, x: Float[Array, "*batch seq d_model"], key: PRNGKeyArray | None
-    ) -> Float[Array, "*batch seq d_model"]:
-        return self.dropout(x, key=key, inference=key is None)
-
-
-class Block(Branches):
-    """`x + attention(norm(x))`, then `x + mlp(norm(x))`: pre-norm (Xiong et al., 2020, fig. 1b)."""
-
-    attention_norm: Callable
-    mlp_norm: Callable
-
     def first_values(self, x: Float[Array, "*batch seq d_model"]) -> Float[Array, "*batch seq d"]:
         """See `Attention`."""
-        return self.attention.first_values(self.attention_norm(x))
+        return self.attention.first_values(self.attention_input(x))
 
     def __call__(
         self,
@@ -56,10 +40,44 @@ class Block(Branches):
         key: PRNGKeyArray | None = None,
         **shared: Any,
     ) -> tuple[Float[Array, "*batch seq d_model"], Any]:
+        """`cache` and `offset` as in `Attention`; `key` switches dropout on; `shared` is the same
+        for all layers and goes to the attention as it is (`padding_mask`, `first_values`)."""
         keys = split(key, 3)
-        y, cache = self.attention(self.attention_norm(x), cache, offset, key=keys[0], **shared)
-        x = x + self._drop(y, keys[1])
-        return x + self._drop(self.mlp(self.mlp_norm(x)), keys[2]), cache
+        y, cache = self.attention(self.attention_input(x), cache, offset, key=keys[0], **shared)
+
+        def drop(y, key):
+            return self.dropout(y, key=key, inference=key is None)
+
+        return self.arrange(x, drop(y, keys[1]), lambda h: drop(self.mlp(h), keys[2])), cache
+
+    @abc.abstractmethod
+    def attention_input(
+        self, x: Float[Array, "*batch seq d_model"]
+    ) -> Float[Array, "*batch seq d_model"]:
+        """What attention reads."""
+
+    @abc.abstractmethod
+    def arrange(
+        self,
+        x: Float[Array, "*batch seq d_model"],
+        attended: Float[Array, "*batch seq d_model"],
+        mlp: Callable,
+    ) -> Float[Array, "*batch seq d_model"]:
+        """The block's output, from its input and what came out of attention; `mlp` with dropout."""
+
+
+class Block(Branches):
+    """`x + attention(norm(x))`, then `x + mlp(norm(x))`: pre-norm (Xiong et al., 2020, fig. 1b)."""
+
+    attention_norm: Callable
+    mlp_norm: Callable
+
+    def attention_input(self, x):
+        return self.attention_norm(x)
+
+    def arrange(self, x, attended, mlp):
+        x = x + attended
+        return x + mlp(self.mlp_norm(x))
 
 
 class PostNormBlock(Branches):
@@ -69,23 +87,12 @@ class PostNormBlock(Branches):
     attention_norm: Callable
     mlp_norm: Callable
 
-    def first_values(self, x: Float[Array, "*batch seq d_model"]) -> Float[Array, "*batch seq d"]:
-        """See `Attention`."""
-        return self.attention.first_values(x)
+    def attention_input(self, x):
+        return x
 
-    def __call__(
-        self,
-        x: Float[Array, "*batch seq d_model"],
-        cache: Any = None,
-        offset: Offset = 0,
-        *,
-        key: PRNGKeyArray | None = None,
-        **shared: Any,
-    ) -> tuple[Float[Array, "*batch seq d_model"], Any]:
-        keys = split(key, 3)
-        y, cache = self.attention(x, cache, offset, key=keys[0], **shared)
-        x = self.attention_norm(x + self._drop(y, keys[1]))
-        return self.mlp_norm(x + self._drop(self.mlp(x), keys[2])), cache
+    def arrange(self, x, attended, mlp):
+        x = self.attention_norm(x + attended)
+        return self.mlp_norm(x + mlp(x))
 
 
 class SandwichBlock(Branches):
@@ -97,24 +104,12 @@ class SandwichBlock(Branches):
     mlp_norm: Callable
     mlp_out_norm: Callable
 
-    def first_values(self, x: Float[Array, "*batch seq d_model"]) -> Float[Array, "*batch seq d"]:
-        """See `Attention`."""
-        return self.attention.first_values(self.attention_norm(x))
+    def attention_input(self, x):
+        return self.attention_norm(x)
 
-    def __call__(
-        self,
-        x: Float[Array, "*batch seq d_model"],
-        cache: Any = None,
-        offset: Offset = 0,
-        *,
-        key: PRNGKeyArray | None = None,
-        **shared: Any,
-    ) -> tuple[Float[Array, "*batch seq d_model"], Any]:
-        keys = split(key, 3)
-        y, cache = self.attention(self.attention_norm(x), cache, offset, key=keys[0], **shared)
-        x = x + self._drop(self.attention_out_norm(y), keys[1])
-        y = self.mlp_out_norm(self.mlp(self.mlp_norm(x)))
-        return x + self._drop(y, keys[2]), cache
+    def arrange(self, x, attended, mlp):
+        x = x + self.attention_out_norm(attended)
+        return x + self.mlp_out_norm(mlp(self.mlp_norm(x)))
 
 
 class ParallelBlock(Branches):
@@ -123,23 +118,11 @@ class ParallelBlock(Branches):
 
     norm: Callable
 
-    def first_values(self, x: Float[Array, "*batch seq d_model"]) -> Float[Array, "*batch seq d"]:
-        """See `Attention`."""
-        return self.attention.first_values(self.norm(x))
+    def attention_input(self, x):
+        return self.norm(x)
 
-    def __call__(
-        self,
-        x: Float[Array, "*batch seq d_model"],
-        cache: Any = None,
-        offset: Offset = 0,
-        *,
-        key: PRNGKeyArray | None = None,
-        **shared: Any,
-    ) -> tuple[Float[Array, "*batch seq d_model"], Any]:
-        keys = split(key, 3)
-        h = self.norm(x)
-        y, cache = self.attention(h, cache, offset, key=keys[0], **shared)
-        return x + self._drop(y, keys[1]) + self._drop(self.mlp(h), keys[2]), cache
+    def arrange(self, x, attended, mlp):
+        return x + attended + mlp(self.norm(x))
 
 
 def split(key: PRNGKeyArray | None, count: int) -> Any:
