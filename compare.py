@@ -1,6 +1,7 @@
 """Tell which variants of a model are really better:
 `python compare.py --base laptop --vary model.norm=rms,layer,dyt --seeds 5`."""
 
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -25,7 +26,7 @@ def compare(arguments: CompareArguments, variants: dict[str, Config]) -> None:
     from gptlite.comparison.study import Study
     from gptlite.config import UserError, resolve_corpus
     from gptlite.files import write_atomically
-    from gptlite.own import describe_own, load_own
+    from gptlite.own import load_own, own_options
     from gptlite.runtime import set_up_jax
     from gptlite.text.corpus import load_corpus
     from gptlite.text.tokenizer import make_tokenizer
@@ -42,9 +43,9 @@ def compare(arguments: CompareArguments, variants: dict[str, Config]) -> None:
     variants = {
         name: load_own(resolve_corpus(config, corpus.name)) for name, config in variants.items()
     }
-    own = {words for config in variants.values() if (words := describe_own(config.model))}
-    for words in sorted(own):
-        print(f"with code that is not gptlite's: {words}")
+    for config in variants.values():
+        if own := own_options(config.model):
+            print(f"with code that is not gptlite's: {shlex.join(own)}")
 
     folder = FOLDER / arguments.name
     try:
@@ -55,7 +56,8 @@ def compare(arguments: CompareArguments, variants: dict[str, Config]) -> None:
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error.strerror}.") from error
     with lock:
-        study = Study(folder, arguments.equal, tokenizer, split, corpus.sha256)
+        base = next(iter(variants.values()))
+        study = Study(folder, base, arguments.equal, tokenizer, split, corpus.sha256)
         # What can be wrong with a variant is found before the first one is trained.
         trained = {name: study.trained(name, config, seeds) for name, config in variants.items()}
         left = len(variants) * len(seeds) - sum(map(len, trained.values()))

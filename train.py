@@ -27,7 +27,7 @@ def train(arguments: TrainArguments) -> None:
     from gptlite.generation.generate import generate
     from gptlite.models.gpt import GPT
     from gptlite.models.summary import count_parameters, summary
-    from gptlite.own import describe_own, load_own
+    from gptlite.own import load_own, own_options
     from gptlite.runs import check_free, find_run, new_run
     from gptlite.runtime import set_up_jax
     from gptlite.text.corpus import load_corpus
@@ -93,9 +93,9 @@ def train(arguments: TrainArguments) -> None:
             + (f", from step {checkpoint.record.position.step}" if checkpoint else ""),
             flush=True,
         )
-        own = shlex.split(describe_own(config.model))
+        own = own_options(config.model)
         if own:
-            print(f"with code that is not gptlite's: {' '.join(own)}", flush=True)
+            print(f"with code that is not gptlite's: {shlex.join(own)}", flush=True)
 
         # Training. `fit` compiles before the folder is touched: what cannot be trained leaves
         # nothing there, and replaces nothing.

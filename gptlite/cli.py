@@ -1,4 +1,4 @@
-"""What the two scripts share: parsing a command line, and saying what was wrong with it."""
+"""What the scripts share: parsing a command line, and saying what was wrong with it."""
 
 import argparse
 import contextlib
@@ -145,7 +145,8 @@ class CompareArguments:
     All seeds of a variant are trained at the same time. Variants are paired by seed: the same seed
     reads the same batches in the same order. Stopped and started again with the same --name, it
     goes on with what is missing; more --vary and more --seeds may be added. The table, a CSV file
-    and a picture are written to comparisons/NAME/."""
+    and a picture are written to comparisons/NAME/. (A p-value holds for a number of seeds that was
+    chosen beforehand, and for the variants of one table.)"""
 
     base: Annotated[
         Literal[tuple(PRESETS)],  # pyright: ignore[reportInvalidTypeForm] - one list of names
@@ -162,7 +163,7 @@ class CompareArguments:
 
     equal: Literal["steps", "flops", "time"] = "steps"
     """What variants have in common. flops, time: steps are chosen so that a variant spends as many
-    floating-point operations, or as much time, as the base."""
+    floating-point operations (of matrix products), or as much time, as the base."""
 
     name: str = "comparison"
     """The folder in comparisons/."""
@@ -226,13 +227,15 @@ def parse_compare(argv: Sequence[str]) -> tuple[CompareArguments, dict[str, Conf
     base = only_base.parse_known_args(argv)[0].base
     base = base if base in PRESETS else DEFAULT_PRESET
     arguments = _parse(CompareArguments, argv, CompareArguments(base, config=PRESETS[base][1]))
+    if arguments.config.training.seed != PRESETS[base][1].training.seed:
+        raise UserError("The seeds of a comparison are 0, 1, 2, ...: --seeds says how many.")
     variants = {f"base ({arguments.base})": arguments.config}
     for vary in arguments.vary:
         field_name, equals, values = vary.partition("=")
         if not equals or not values:
             raise UserError(f"--vary takes SECTION.FIELD=VALUE,VALUE,..., got {vary!r}.")
         for value in values.split(","):
-            settings = f"{field_name}={value}".split("+")
+            settings = re.split(r"\+(?=\w+\.[\w-]+=)", f"{field_name}={value}")
             config = _changed(arguments.config, settings)
             if config not in variants.values():
                 variants[" ".join(s.removeprefix("model.") for s in settings)] = config

@@ -81,7 +81,8 @@ OWN_KNOBS = ("block", "norm", "attention", "mlp")
 def is_own(value: Any) -> bool:
     """Whether a knob's value is a block of the user's own, or the name of one."""
     if isinstance(value, str):
-        return re.fullmatch(r".+\.py:[A-Za-z_]\w*", value, re.DOTALL) is not None
+        # A class that is not at the top of its file has dots in its name.
+        return value.isprintable() and re.fullmatch(r".+\.py:[A-Za-z_][\w.<>]*", value) is not None
     return isinstance(value, type)
 
 
@@ -185,7 +186,7 @@ class ModelConfig:
     """Bound the logits smoothly to this size. None: no bound."""
 
     bias: bool = False
-    """Biases in linear layers and LayerNorms."""
+    """Biases in linear layers (but experts') and LayerNorms."""
 
     tied_head: bool = False
     """Use the embedding matrix as the output head too."""
@@ -237,6 +238,11 @@ class ModelConfig:
                 f"model.n_heads must be a multiple of model.n_kv_heads, got n_heads {self.n_heads} "
                 f"and n_kv_heads {self.n_kv_heads}.",
             )
+        require(
+            not (self.value_residual and (is_own(self.attention) or is_own(self.block))),
+            "model.value_residual needs the package's own attention and block, got attention "
+            f"{block_name(self.attention)} and block {block_name(self.block)}.",
+        )
         require(
             self.logit_cap is None or 0.0 < self.logit_cap < math.inf,
             f"model.logit_cap must be a positive number or None, got {self.logit_cap}.",

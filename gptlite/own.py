@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import importlib
 import inspect
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,9 +26,10 @@ def own_blocks(config: ModelConfig) -> dict[str, Any]:
     return {knob: value for knob in OWN_KNOBS if is_own(value := getattr(config, knob))}
 
 
-def describe_own(config: ModelConfig) -> str:
-    """The same as words, with the options that name them."""
-    return " ".join(f"--model.{k} {block_name(v)}" for k, v in own_blocks(config).items())
+def own_options(config: ModelConfig) -> list[str]:
+    """The words of a command line that name them."""
+    named = own_blocks(config).items()
+    return [word for k, v in named for word in (f"--model.{k}", block_name(v))]
 
 
 def load_own(config: Config) -> Config:
@@ -64,7 +66,7 @@ def named_again(config: Config, names: Mapping[str, Any]) -> Config:
             but = "" if again is None else f" instead of {block_name(again)}"
             raise UserError(
                 f"The run was made with {_class_of(value)}, which is not gptlite's own code and is "
-                f"only executed if you name it again: {describe_own(config.model)}{but}."
+                f"only executed if you name it again: {shlex.join(own_options(config.model))}{but}."
             )
     for knob in names.keys() - made_with.keys():
         raise UserError(
@@ -125,7 +127,16 @@ def load_class(name: str) -> type:
         raise UserError(f"{file} cannot be loaded: a module {stem} is loaded already; rename it.")
     found = getattr(known, cls, None)
     if not isinstance(found, type):
-        classes = [n for n, v in vars(known).items() if inspect.isclass(v) and v.__module__ == stem]
+        classes = [
+            n
+            for n, v in vars(known).items()
+            if inspect.isclass(v) and (v.__module__, v.__qualname__) == (stem, n)
+        ]
         has = f"it has {', '.join(classes)}" if classes else "it has none"
         raise UserError(f"There is no class {cls} in {file}: {has}.")
+    if (found.__module__, found.__qualname__) != (stem, cls):
+        raise UserError(
+            f"{cls} in {file} is another name for {found.__qualname__} of {found.__module__}: name "
+            "a class where it is defined, at the top of its file."
+        )
     return found

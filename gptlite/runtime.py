@@ -1,4 +1,4 @@
-"""How the two scripts set JAX up, before it first computes."""
+"""How the scripts set JAX up, before it first computes."""
 
 import os
 import warnings

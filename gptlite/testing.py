@@ -33,7 +33,9 @@ import numpy as np
 
 from gptlite.cli import errors_as_sentences
 from gptlite.config import ModelConfig, is_own, require
+from gptlite.models.gpt import GPT
 from gptlite.models.summary import count_parameters
+from gptlite.nn.embedding import Embedding
 from gptlite.nn.stack import Stack
 from gptlite.own import load_class
 from gptlite.training.optimizer import inside
@@ -45,8 +47,8 @@ LAWS = frozenset(
     }
 )
 
-BATCH, SEQ = 3, 8
-SMALL = ModelConfig(n_layers=2, n_heads=2, d_model=16, context_length=SEQ)
+BATCH = 3
+SMALL = ModelConfig(n_layers=2, n_heads=2, d_model=16, context_length=8)
 
 # Of the largest number that is compared. float32 holds 6e-8; sums of a few hundred terms in
 # another order differ by some ten times that, a mistake by orders of magnitude more.
@@ -79,12 +81,15 @@ class Report:
 
     name: str
     kind: str
+    width: int
+    """The last axis of what it was given, d_model; of a model the vocabulary."""
     parameters: int
     laws: tuple[str, ...]
 
     def __str__(self) -> str:
+        width = f"{'vocabulary' if self.kind == 'model' else 'd_model'} {self.width}"
         return (
-            f"{self.name} ({self.kind}, {self.parameters:,} parameters) is right: "
+            f"{self.name} ({self.kind}, {width}, {self.parameters:,} parameters) is right: "
             f"{', '.join(self.laws)}"
         )
 
@@ -94,21 +99,24 @@ def check_block(
     *,
     config: ModelConfig = SMALL,
     d_model: int | None = None,
+    seq: int = 8,
     idle: Sequence[str] = (),
     seed: int = 0,
 ) -> Report:
     """Check a block against the laws above.
 
-    Parameters are moved at random first, so that one that starts at zero hides nothing, and
-    `eqx.nn.inference_mode` is switched on: a mixture's balance loss is not in the output.
+    Parameters are moved at random first, so that one that starts at zero hides nothing. It is
+    called as training and generation call it; but where gradients are looked at,
+    `eqx.nn.inference_mode` is on, for a mixture's balance loss is in them and not in the output.
 
     **Arguments:**
 
     - `block`: a module, or a class that is built as `block(config, key=key)`.
     - `config`: for a class.
     - `d_model`: for a module; by default found out.
-    - `idle`: names of parameters that are known to have no gradient, as the bias of attention's
-      keys without rotary positions and QK-norm, which softmax does not feel.
+    - `seq`: places in a sequence; more than any window or chunk that the block has.
+    - `idle`: names of parameters that are known to have no gradient: constants, and the bias of
+      attention's keys without rotary positions and QK-norm, which softmax does not feel.
     - `seed`: of the parameters and inputs.
 
     **Raises:** `CheckError`, which names all laws that are broken.
@@ -121,9 +129,11 @@ def check_block(
         except Exception as error:
             raise CheckError(name, [("shapes", f"it cannot be built: {_say(error)}")]) from error
         d_model = config.d_model
-    block = eqx.nn.inference_mode(_move_parameters(block, key))
+    if any(jnp.iscomplexobj(leaf) for leaf in jax.tree.leaves(eqx.filter(block, eqx.is_array))):
+        raise CheckError(name, [("parameters", "complex ones are cast to real ones in training.")])
+    block = _move_parameters(block, key, idle)
     try:
-        subject = _recognise(block, d_model, seed)
+        subject = _recognise(block, d_model, seq, seed)
     except _Broken as found:
         raise CheckError(name, [("shapes", str(found))]) from found
     laws: dict[str, Callable[[], None]] = {
@@ -143,7 +153,9 @@ def check_block(
     broken = []
     for law in applies:
         try:
-            laws[law]()
+            # GPUs multiply float32 numbers as shorter ones, by default.
+            with jax.default_matmul_precision("highest"):
+                laws[law]()
         except _Broken as found:
             broken.append((law, str(found)))
         except Exception as error:
@@ -152,7 +164,8 @@ def check_block(
             break  # the rest would only say so again
     if broken:
         raise CheckError(name, broken)
-    return Report(name, subject.kind, count_parameters(block), tuple(applies))
+    width = subject.expected(subject.x)[0][-1]
+    return Report(name, subject.kind, width, count_parameters(block), tuple(applies))
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,7 +204,8 @@ class _Layer:
         try:
             eqx.filter_eval_shape(run, self.block, self.x)
         except TypeError as error:
-            return "padding_mask" not in str(error)
+            # Python's own, and not a kind of it that a wrong annotation raises.
+            return type(error) is not TypeError or "padding_mask" not in str(error)
         except Exception:
             pass  # it takes one, and the law will say what is wrong
         return True
@@ -240,18 +254,25 @@ class _Layer:
                 f"is {later[i, j]:.2g}, and the largest of all {influence.max():.2g}."
             )
         # What no derivative shows, as the place of a maximum, a change may.
-        before = self.compiled(self.block, self.x)
-        for place in range(1, self.x.shape[1]):
-            changed = self.x.at[:, place:].set(self.other[:, place:])
-            after = self.compiled(self.block, changed)
-            what = f"with other inputs from position {place} on"
-            _compare(after[:, :place], before[:, :place], what, "before")
+        for options in self.ways_to_call():
+            before = self.compiled(self.block, self.x, **options)
+            for place in range(1, self.x.shape[1]):
+                changed = self.x.at[:, place:].set(self.other[:, place:])
+                after = self.compiled(self.block, changed, **options)
+                what = f"with other inputs from position {place} on"
+                what += " (given a key)" * ("key" in options)
+                _compare(after[:, :place], before[:, :place], what, "before")
+
+    def ways_to_call(self) -> Sequence[dict[str, Any]]:
+        """Without a key, as in evaluation, and where it takes one with it, as in training."""
+        return ({},)
 
     def influence(self) -> np.ndarray:
         """`[seq, seq]`: how much the output at a position depends on the input at another."""
         direction = jax.random.normal(jax.random.key(1), self.x.shape[-1:])
         jacobian = jax.jacrev(lambda x, block: self.run(block, x) @ direction)
-        return np.asarray(jnp.abs(eqx.filter_jit(jacobian)(self.x[0], self.block)).sum(-1))
+        block = eqx.nn.inference_mode(self.block)
+        return np.asarray(jnp.abs(eqx.filter_jit(jacobian)(self.x[0], block)).sum(-1))
 
     def check_batch(self) -> None:
         together = self.compiled(self.block, self.x)
@@ -264,28 +285,34 @@ class _Layer:
     def check_cached(self) -> None:
         whole = self.compiled(self.block, self.x)
         one_by_one = range(1, self.x.shape[1])
-        for what, ends in (("one token at a time", one_by_one), ("in portions", (3, 5))):
+        for what, ends in (("one token at a time", one_by_one), ("in portions", self.cuts())):
             _compare(self.in_parts(self.x, ends), whole, f"read {what}", "at once")
+
+    def cuts(self) -> tuple[int, int]:
+        """Three portions."""
+        seq = self.x.shape[1]
+        return seq // 3, 2 * seq // 3
 
     def check_padding(self) -> None:
         seq = self.x.shape[1]
-        real = seq - 3
+        padding = min(3, seq // 2)
+        real = seq - padding
         whole = self.compiled(self.block, self.x[:, :real])
-        for before in (0, 1, 3):
+        for before in (0, 1, padding):
             padded = jnp.concatenate([self.x[:, :real], self.other[:, real:]], axis=1)
             padded = jnp.roll(padded, before, axis=1)
             inside = (jnp.arange(seq) >= before) & (jnp.arange(seq) < real + before)
             mask = jnp.broadcast_to(inside, self.x.shape[:2])
-            what = f"with {before} places of padding before and {3 - before} after it"
+            what = f"with {before} places of padding before and {padding - before} after it"
             out = self.compiled(self.block, padded, padding_mask=mask)
             _compare(out[:, inside], whole, what, "without")
             if self.kind != "layer":
-                out = self.in_parts(padded, (3, 5), padding_mask=mask)
+                out = self.in_parts(padded, self.cuts(), padding_mask=mask)
                 _compare(out[:, inside], whole, f"cached, {what}", "without")
 
     def check_gradients(self, idle: Sequence[str]) -> None:
         with jax.enable_x64(True):
-            block = _cast(self.block, jnp.float64)
+            block = _cast(eqx.nn.inference_mode(self.block), jnp.float64)
             x = _cast(self.x, jnp.float64)
             params, static = eqx.partition(block, eqx.is_inexact_array)
             leaves, structure = jax.tree.flatten(params)
@@ -315,7 +342,9 @@ class _Layer:
                     if not np.isfinite(part).all():
                         raise _Broken(f"the gradient of {of} is not finite.")
                     if name not in idle and not np.abs(part).max() > 1e-12:
-                        raise _Broken(f"the parameter {of} changes nothing: its gradient is zero.")
+                        raise _Broken(
+                            f"{of} changes nothing: its gradient is zero. (If it is to: idle.)"
+                        )
             ours = np.array([jnp.vdot(g, d) for g, d in zip(grads, directions, strict=True)])
             eye = jnp.eye(len(leaves))
             slopes = []
@@ -357,11 +386,18 @@ class _Block(_Layer):
     kind = "block"
 
     def run(self, block: Any, x: Any, **options: Any) -> Any:
-        return block(x, None, 0, key=None, **options)[0]
+        return block(x, None, 0, **{"key": None, **options})[0]
+
+    def ways_to_call(self) -> Sequence[dict[str, Any]]:
+        return ({}, {"key": jax.random.key(0)})
+
+    def capacity(self) -> int:
+        """Places that a cache has room for: more than are ever used."""
+        return self.x.shape[1] + 3
 
     def init_cache(self) -> Any:
-        """An empty cache for the batch, with room for as many places as it has."""
-        return self.block.init_cache(*self.x.shape[:2], self.x.dtype)
+        """An empty cache for the batch."""
+        return self.block.init_cache(len(self.x), self.capacity(), self.x.dtype)
 
     def extend(self, block: Any, x: Any, cache: Any, offset: Any, options: Any) -> Any:
         """Outputs for what follows the first `offset` places of the cache, and the new cache."""
@@ -369,6 +405,10 @@ class _Block(_Layer):
 
     def in_parts(self, x: Any, ends: Sequence[int], **options: Any) -> Any:
         outputs, cache, done = [], self.init_cache(), 0
+        kind = _kind_of(cache)
+        if "padding_mask" in options:
+            unused = self.capacity() - x.shape[1]
+            options["padding_mask"] = jnp.pad(options["padding_mask"], ((0, 0), (0, unused)))
         for part in jnp.split(x, list(ends), axis=1):
             length = part.shape[1]
             if done == 0:
@@ -376,6 +416,8 @@ class _Block(_Layer):
                 # of any length: what a cache holds beyond the offset must not matter.
                 part = jnp.concatenate([part, self.other[:, length:]], axis=1)
             y, cache = _compiled(self.extend, self.block, part, cache, jnp.asarray(done), options)
+            if _kind_of(cache) != kind:
+                raise _Broken(f"a cache of {kind} comes back as one of {_kind_of(cache)}.")
             outputs.append(y[:, :length])
             done += length
         return jnp.concatenate(outputs, axis=1)
@@ -407,14 +449,16 @@ class _Model(_Block):
     def run(self, block: Any, x: Any, **options: Any) -> Any:
         return block(x, **options)
 
+    def ways_to_call(self) -> Sequence[dict[str, Any]]:
+        return super().ways_to_call() if isinstance(self.block, GPT) else ({},)
+
+    def capacity(self) -> int:
+        return self.block.config.context_length
+
     def init_cache(self) -> Any:
         return self.block.init_cache(self.x.shape[:1])
 
     def extend(self, block: Any, x: Any, cache: Any, offset: Any, options: Any) -> Any:
-        if "padding_mask" in options:
-            unused = block.config.context_length - self.x.shape[1]
-            mask = jnp.pad(options["padding_mask"], ((0, 0), (0, unused)))
-            options = {"padding_mask": mask}
         cache = eqx.tree_at(lambda cache: cache.length, cache, offset.astype(jnp.int32))
         hidden, cache = block.extend(x, cache, **options)
         return block.logits(hidden), cache
@@ -430,14 +474,22 @@ class _Model(_Block):
             yield "padding"
 
     def influence(self) -> np.ndarray:
-        """By the gradients to the rows of the tables that ids are looked up in. Every id of the
-        sequence stands in it once; and because a table may be the head, too, only the logits of
-        ids that do not stand in it are looked at."""
+        """By the gradients to the rows of the `Embedding`s that ids are looked up in. Every id of
+        the sequence stands in it once; and because a table may be the head, too, only the logits
+        of ids that do not stand in it are looked at."""
         ids, vocab = self.x[0], _vocab_size(self.block, self.x)
         direction = jax.random.normal(jax.random.key(1), (vocab,)).at[ids].set(0)
-        params, static = eqx.partition(self.block, eqx.is_inexact_array)
+        block = eqx.nn.inference_mode(self.block)
+        params, static = eqx.partition(block, eqx.is_inexact_array)
         leaves, structure = jax.tree.flatten(params)
-        tables = [i for i, leaf in enumerate(leaves) if leaf.ndim == 2 and len(leaf) >= vocab]
+        in_table = jax.tree.leaves(inside(params, (Embedding, eqx.nn.Embedding)))
+        tables = [
+            i
+            for i, (leaf, table) in enumerate(zip(leaves, in_table, strict=True))
+            if table and leaf.ndim == 2 and len(leaf) >= vocab
+        ]
+        if not tables:
+            return np.eye(len(ids))  # only changes of the input can tell
 
         @jax.jit
         @jax.jacrev
@@ -452,13 +504,13 @@ class _Model(_Block):
         return np.asarray(sum(rows[:, ids] for rows in by_row))
 
 
-def _recognise(block: Any, d_model: int | None, seed: int) -> _Layer:
+def _recognise(block: Any, d_model: int | None, seq: int, seed: int) -> _Layer:
     """Which of the three it is, found by calling it."""
     keys = jax.random.split(jax.random.key(seed), 2)
     widths = [d_model] if d_model else _widths(block)
     said: Exception | None = None
     for width in widths:
-        x, other = (jax.random.normal(key, (BATCH, SEQ, width)) for key in keys)
+        x, other = (jax.random.normal(key, (BATCH, seq, width)) for key in keys)
         try:
             out = eqx.filter_eval_shape(lambda block, x: block(x), block, x)
         except Exception as error:
@@ -475,8 +527,13 @@ def _recognise(block: Any, d_model: int | None, seed: int) -> _Layer:
         raise _Broken(
             f"it takes neither [batch, seq, d_model] nor ids: it raised {what}"
         ) from error
-    context = getattr(getattr(block, "config", None), "context_length", SEQ)
-    seq = min(SEQ, vocab // 2, context)
+    context = getattr(getattr(block, "config", None), "context_length", seq)
+    seq = min(seq, vocab // 2, context)
+    if seq < 4:
+        raise _Broken(
+            f"a model with a vocabulary of {vocab} and a context of {context} is too small for "
+            "this check: it takes 8 and 4."
+        )
     x, other = (
         jnp.stack([jax.random.permutation(k, vocab)[:seq] for k in jax.random.split(key, BATCH)])
         for key in keys
@@ -487,18 +544,20 @@ def _recognise(block: Any, d_model: int | None, seed: int) -> _Layer:
 def _widths(block: Any) -> list[int]:
     """What d_model may be, as parameters' shapes tell."""
     leaves = jax.tree.leaves(eqx.filter(block, eqx.is_inexact_array))
-    return sorted({size for leaf in leaves for size in leaf.shape if size > 1}) or [SMALL.d_model]
+    sizes = {size for leaf in leaves for size in leaf.shape if size > 1}
+    return sorted(sizes, reverse=True) or [SMALL.d_model]
 
 
 def _vocab_size(block: Any, ids: Any) -> int:
     return eqx.filter_eval_shape(lambda block, ids: block(ids), block, ids).shape[-1]
 
 
-def _move_parameters(block: Any, key: Any) -> Any:
+def _move_parameters(block: Any, key: Any, idle: Sequence[str]) -> Any:
     """Every parameter a little aside, and far from zero where it was zero."""
-    leaves, structure = jax.tree.flatten(block)
-    for place, leaf in enumerate(leaves):
-        if not eqx.is_inexact_array(leaf):
+    named, structure = jax.tree_util.tree_flatten_with_path(block)
+    leaves = [leaf for _, leaf in named]
+    for place, (path, leaf) in enumerate(named):
+        if not eqx.is_inexact_array(leaf) or _name(path) in idle:
             continue
         noise = jax.random.normal(jax.random.fold_in(key, place), leaf.shape, leaf.dtype)
         size = float(jnp.sqrt(jnp.mean(jnp.square(leaf)))) if leaf.size else 0.0
@@ -515,6 +574,11 @@ def _modules(tree: Any) -> Iterator[Any]:
             for field in dataclasses.fields(node):
                 if not field.metadata.get("static", False):
                     yield from _modules(getattr(node, field.name, None))
+
+
+def _kind_of(cache: Any) -> str:
+    """Dtypes and shapes of a cache's arrays."""
+    return ", ".join(f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(cache))
 
 
 def _cast(tree: Any, dtype: Any) -> Any:
@@ -549,21 +613,31 @@ def _say(error: Exception) -> str:
     return f"{type(error).__name__}: {first.strip()}"
 
 
-def _main() -> None:
+def main() -> None:
+    """The command line."""
     parser = argparse.ArgumentParser(
         prog="python -m gptlite.testing",
         description="Check a block of your own, built as CLASS(config, key=key).",
     )
     parser.add_argument("block", metavar="FILE.py:CLASS")
-    name = parser.parse_args().block
-    with errors_as_sentences():
+    parser.add_argument(
+        "--idle",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="a parameter known to do nothing",
+    )
+    parser.add_argument("--debug", action="store_true", help="show where an error came from")
+    arguments = parser.parse_args()
+    name = arguments.block
+    with errors_as_sentences(arguments.debug):
         require(is_own(name), f"A block is named as FILE.py:CLASS, got {name!r}.")
         try:
-            print(check_block(load_class(name)))
+            print(check_block(load_class(name), idle=arguments.idle))
         except CheckError as error:
             print(error)
             sys.exit(1)
 
 
 if __name__ == "__main__":
-    _main()
+    main()

@@ -19,7 +19,7 @@ from gptlite.cli import parse_sample, parse_train
 from gptlite.config import Config, ModelConfig, UserError, load_config, save_config
 from gptlite.models.gpt import GPT
 from gptlite.nn import RMSNorm
-from gptlite.own import changed_sources, describe_own, load_own, named_again, own_sources
+from gptlite.own import changed_sources, load_own, named_again, own_options, own_sources
 from gptlite.text.tokenizer import make_tokenizer
 from gptlite.training.weights import named_arrays, weights_to_bytes
 
@@ -37,6 +37,9 @@ class Twice(eqx.Module):
 
     def __call__(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
         return 2 * x
+
+
+Alias = Twice
 
 
 class Halves(Twice):
@@ -69,7 +72,7 @@ def test_a_name_becomes_a_class_and_a_name_again(file, tmp_path):
     assert not Path("executed").exists()
     loaded = load_own(config)
     assert Path("executed").exists()
-    assert describe_own(loaded.model) == f"--model.mlp {file}:Twice"
+    assert own_options(loaded.model) == ["--model.mlp", f"{file}:Twice"]
     save_config(loaded, tmp_path / "config.json")
     assert load_config(tmp_path / "config.json") == config
     model: Any = GPT(loaded.model, VOCAB, key=jax.random.key(0))
@@ -110,6 +113,7 @@ def test_its_annotations_are_checked_like_the_packages(file):
             r"broken.py cannot be loaded: SyntaxError: .*\(--debug shows where\)",
         ),
         ("json.py:Twice", "a module json is loaded already; rename it"),
+        ("{file}:Alias", "Alias in {file} is another name for Twice of"),
     ],
 )
 def test_what_cannot_be_loaded_is_said(file, name, words):

@@ -8,10 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import tiny_model
 from jax import lax
 
+from gptlite.config import ModelConfig
+from gptlite.models.gpt import GPT
 from gptlite.nn import Linear, RMSNorm, Rotary
-from gptlite.testing import SMALL, CheckError, check_block
+from gptlite.testing import SMALL, CheckError, check_block, main
 
 D = 16
 
@@ -206,6 +209,24 @@ class DropsAToken(Layer):
         return super().__call__(x)[..., 1:, :]
 
 
+class NeedsAKey(Layer):
+    dropout: eqx.nn.Dropout = eqx.nn.Dropout(0.1)
+
+    def __call__(self, x):
+        return self.dropout(super().__call__(x))
+
+
+class LooksAheadInTraining(OneHead):
+    def __call__(self, x, cache=None, offset=0, *, padding_mask=None, key=None):
+        y, cache = super().__call__(x, cache, offset, padding_mask=padding_mask)
+        return (y if key is None else y + jnp.roll(y, -1, axis=-2)), cache
+
+
+class ForgetsTheCapacity(OneHead):
+    def write(self, cache, new, offset):
+        return super().write(cache, new, offset) if new[0].shape[1] < 8 else new
+
+
 counter = itertools.count(1)
 
 
@@ -233,10 +254,13 @@ BUGS = {
     SeesAllOfTheCache: ("cached", "at position"),
     SeesPadding: ("padding", "with 1 places of padding before"),
     PadsOneTooFew: ("padding", "with 1 places of padding before"),
+    LooksAheadInTraining: ("causal", "(given a key)"),
+    ForgetsTheCapacity: ("cached", "comes back as one of float32[3, 8, 16]"),
+    NeedsAKey: ("shapes", "Dropout requires a key"),
     NormOverTheBatch: ("batch", "sequence 0 in a batch"),
     LastCacheOfTheBatch: ("batch", "in a batch"),
     ValuesWithoutGradient: ("gradients", "value.weight"),
-    Unused: ("gradients", "spare.weight changes nothing"),
+    Unused: ("gradients", "spare.weight changes nothing: its gradient is zero"),
     WrongBackwardPass: ("gradients", "is wrong"),
     InfiniteSlope: ("gradients", "is not finite"),
     StaticGain: ("parameters", "StaticGain.gain is an array in a static field"),
@@ -262,8 +286,8 @@ def test_a_planted_bug_is_caught_and_named(bug):
 def test_what_they_are_planted_in_is_right():
     report = check_block(OneHead)
     assert str(report) == (
-        "OneHead (block, 768 parameters) is right: shapes, parameters, jit, causal, batch, cached, "
-        "padding, gradients, bfloat16, scan"
+        "OneHead (block, d_model 16, 768 parameters) is right: shapes, parameters, jit, causal, "
+        "batch, cached, padding, gradients, bfloat16, scan"
     )
     assert set(report.laws) - set(check_block(Layer).laws) == {"padding", "scan"}
 
@@ -281,3 +305,47 @@ def test_a_parameter_may_be_known_to_be_idle():
     with pytest.raises(CheckError):
         check_block(Unused)
     assert "gradients" in check_block(Unused, idle=("spare.weight",)).laws
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_tables_of_other_things_are_not_taken_for_ids(positions):
+    model = tiny_model(positions=positions, d_ff=40, context_length=20, embed_previous=0)
+    assert "causal" in check_block(model.unstacked()).laws
+
+
+def test_what_is_too_small_or_complex_is_said():
+    config = ModelConfig(n_layers=1, n_heads=1, d_model=4, context_length=3)
+    with pytest.raises(CheckError, match="a vocabulary of 9 and a context of 3 is too small"):
+        check_block(GPT(config, 9, key=jax.random.key(0)))
+    model = GPT(dataclasses.replace(config, context_length=4), 8, key=jax.random.key(0))
+    assert check_block(model, idle=["x"]).width == 8
+    spectrum = eqx.tree_at(lambda it: it.up.weight, Layer(key=jax.random.key(0)), 1j * jnp.ones(2))
+    with pytest.raises(CheckError, match="parameters: complex"):
+        check_block(spectrum)
+
+
+def test_the_command_line(tmp_path, monkeypatch, capsys):
+    source = (
+        "from test_testing import Unused, Layer\nclass Mine(Layer): pass\nclass Bad(Unused): pass\n"
+    )
+    (tmp_path / "mine_to_check.py").write_text(source)
+
+    def run(*words):
+        monkeypatch.setattr("sys.argv", ["testing", *words])
+        try:
+            main()
+        except SystemExit as stop:
+            return stop.code, capsys.readouterr()
+        return 0, capsys.readouterr()
+
+    file = str(tmp_path / "mine_to_check.py")
+    code, said = run(f"{file}:Mine")
+    assert (code, said.out.split()[:2]) == (0, ["Mine", "(layer,"])
+    code, said = run(f"{file}:Bad")
+    assert (code, said.out.splitlines()[0]) == (1, "Bad is not right.")
+    assert run(f"{file}:Bad", "--idle", "spare.weight")[0] == 0
+    code, said = run(f"{file}:Unused")
+    assert (code, said.out) == (2, "")
+    assert "Unused in" in said.err
+    assert "is another name for Unused of test_testing" in said.err
+    assert run("nonsense")[0] == 2

@@ -62,7 +62,7 @@ def table(results: Sequence[Result]) -> str:
     note = (
         f"Nats a token at the end, mean of {seeds} seed{'s' * (seeds > 1)} ± half of the 95 % "
         "interval; differences paired by seed; p of a paired t-test, adjusted for the number of "
-        "variants (Holm)."
+        "variants in this table (Holm), as the intervals are not."
     )
     return "\n".join([*lines, "", note])
 
@@ -133,8 +133,9 @@ def draw(results: Sequence[Result], picture: Path) -> None:
 def _with_margin(value: Estimate, sign: str = "") -> str:
     if not math.isfinite(value.mean):
         return "not finite"
-    margin = "" if math.isnan(value.margin) else f" ± {value.margin:.4f}"
-    return f"{value.mean:{sign}.4f}{margin}"
+    form = ".4f" if abs(value.mean) < 1000 else ".3g"
+    margin = "" if math.isnan(value.margin) else f" ± {value.margin:{form}}"
+    return f"{value.mean:{sign}{form}}{margin}"
 
 
 def _p(p: float) -> str:

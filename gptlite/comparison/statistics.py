@@ -46,11 +46,17 @@ def estimate(values: Losses) -> Estimate:
 
 def judge(base: Losses, variants: Mapping[str, Losses]) -> dict[str, Verdict]:
     """Each variant's losses against the base's, seed by seed. Lower is better."""
-    differences = {name: np.subtract(losses, base) for name, losses in variants.items()}
+    with np.errstate(invalid="ignore"):
+        differences = {name: np.subtract(losses, base) for name, losses in variants.items()}
     p_values = {name: _p_value(d) for name, d in differences.items()}
     adjusted = _holm(p_values)
     return {
-        name: Verdict(estimate(d), p_values[name], adjusted[name], _words(d, adjusted[name]))
+        name: Verdict(
+            estimate(d),
+            p_values[name],
+            adjusted[name],
+            _words(base, variants[name], adjusted[name]),
+        )
         for name, d in differences.items()
     }
 
@@ -74,12 +80,13 @@ def _holm(p_values: Mapping[str, float]) -> dict[str, float]:
     return adjusted
 
 
-def _words(differences: np.ndarray, adjusted_p: float) -> str:
-    diverged = int((~np.isfinite(differences)).sum())
-    if diverged:
-        return f"diverged ({diverged} of {len(differences)} seeds)"
-    if len(differences) < 2:
+def _words(base: Losses, losses: Losses, adjusted_p: float) -> str:
+    for who, values in (("", losses), ("the base ", base)):
+        diverged = len(values) - int(np.isfinite(values).sum())
+        if diverged:
+            return f"{who}diverged ({diverged} of {len(values)} seeds)"
+    if len(losses) < 2:
         return "one seed tells nothing"
     if adjusted_p >= LEVEL:
         return "no difference found at this size"
-    return "better" if float(differences.mean()) < 0 else "worse"
+    return "better" if np.mean(losses) < np.mean(base) else "worse"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import math
 import os
 import re
 import statistics
@@ -55,12 +56,17 @@ class Study:
     """A folder with a file for each variant, all trained on the same text."""
 
     def __init__(
-        self, folder: Path, equal: str, tokenizer: Tokenizer, split: Split, corpus_sha256: str
+        self,
+        folder: Path,
+        base: Config,
+        equal: str,
+        tokenizer: Tokenizer,
+        split: Split,
+        corpus_sha256: str,
     ):
-        """`equal`: what variants have in common with the first, `steps`, `flops` or `time`."""
-        self._folder, self._equal = folder, equal
+        """`equal`: what variants have in common with `base`, `steps`, `flops` or `time`."""
+        self._folder, self._base, self._equal = folder, base, equal
         self._tokenizer, self._split, self._corpus_sha256 = tokenizer, split, corpus_sha256
-        self._base: Config | None = None
 
     def trained(self, name: str, config: Config, seeds: Sequence[int]) -> list[int]:
         """Which of `seeds` have been trained.
@@ -79,7 +85,10 @@ class Study:
             parameters=kept["parameters"],
             flops_per_token=kept["flops_per_token"],
             looks=kept["looks"],
-            curves={seed: kept["curves"][str(seed)] for seed in seeds},
+            curves={
+                seed: [math.nan if x is None else x for x in kept["curves"][str(seed)]]
+                for seed in seeds
+            },
             seconds=statistics.fmean(kept["seconds"][str(seed)] for seed in seeds),
         )
 
@@ -87,16 +96,19 @@ class Study:
         self, name: str, config: Config, seeds: Sequence[int], at_once: int | None = None
     ) -> Iterator[SeedsProgress]:
         """Train what is missing of the variant, `at_once` seeds at a time (by default as many as
-        fit into memory), and keep it. The first variant that this is called for is the base."""
-        self._base = config if self._base is None else self._base
+        fit into memory), and keep it.
+
+        **Raises:** `UserError` if what is kept under that name is another variant's, or the folder
+        cannot be written.
+        """
         kept = self._read(name, config)
         missing = [seed for seed in seeds if str(seed) not in kept["curves"]]
         if not missing:
             return
-        if kept["steps"] is None:
-            kept["steps"] = self._choose_steps(config)
-        config = _with_steps(config, kept["steps"])
         at_once = self._fitting(config) if at_once is None else at_once
+        if kept["steps"] is None:
+            kept["steps"] = self._choose_steps(config, min(at_once, len(missing)))
+        config = _with_steps(config, kept["steps"])
         for first in range(0, len(missing), at_once):
             group = missing[first : first + at_once]
             looks, curves, progress = [], [], None
@@ -107,23 +119,28 @@ class Study:
                 yield progress
             assert progress is not None
             kept["looks"] = looks
-            kept["curves"] |= {
-                str(seed): list(curve)
-                for seed, curve in zip(group, zip(*curves, strict=True), strict=True)
-            }
+            for seed, curve in zip(group, zip(*curves, strict=True), strict=True):
+                # JSON has no number that is not finite.
+                kept["curves"][str(seed)] = [x if math.isfinite(x) else None for x in curve]
             kept["seconds"] |= {str(seed): progress.step_seconds / len(group) for seed in group}
-            write_atomically(self._path(name), json_to_bytes(kept))
+            try:
+                write_atomically(self._path(name), json_to_bytes(kept))
+            except OSError as error:
+                raise UserError(
+                    f"{self._path(name)} cannot be written: {error.strerror}."
+                ) from error
 
     def _path(self, name: str) -> Path:
-        # Characters that any file system takes.
-        return self._folder / f"{re.sub(r'[^A-Za-z0-9=._+-]', '_', name)}.json"
+        # Characters and a length that any file system takes, and no two names alike.
+        readable = re.sub(r"[^A-Za-z0-9=._+-]", "_", name)[:80]
+        return self._folder / f"{readable}-{hashlib.sha256(name.encode()).hexdigest()[:8]}.json"
 
     def _read(self, name: str, config: Config) -> dict[str, Any]:
         skeleton = eqx.filter_eval_shape(self._maker(config), jax.random.key(0))
-        sections = plain(config)
-        sections.pop("data")  # of which the checksum tells more
         about = {
-            "config": sections,
+            "config": _what_counts(config),
+            # Of which the steps were chosen by.
+            "base": None if self._equal == "steps" else _what_counts(self._base),
             "tokenizer": self._tokenizer.to_json(),
             "equal": self._equal,
             "corpus_sha256": self._corpus_sha256,
@@ -143,9 +160,14 @@ class Study:
             raise UserError(f"{path} is damaged: {error}. Delete it to train it anew.") from error
         changed = [key for key, value in about.items() if kept.get(key) != value]
         if changed:
+            for key in ("config", "base"):
+                if key in changed and about[key] and kept.get(key):
+                    place, old = changed.index(key), kept[key]
+                    differs = [knob for knob, value in about[key].items() if old.get(knob) != value]
+                    changed[place] = " and ".join(differs) + (" of the base" * (key == "base"))
             raise UserError(
-                f"{path} holds another variant of that name (its {' and '.join(changed)} differ): "
-                "choose another --name for this comparison."
+                f"{path} was trained with another {', another '.join(changed)}: choose another "
+                "--name for this comparison, or delete that file."
             )
         return kept
 
@@ -154,16 +176,15 @@ class Study:
         rows = tokenizer.padded_vocab_size
         return lambda key: GPT(config.model, tokenizer.vocab_size, padded_vocab_size=rows, key=key)
 
-    def _choose_steps(self, config: Config) -> int:
-        """How many make the variant equal to the base."""
-        assert self._base is not None
+    def _choose_steps(self, config: Config, at_once: int) -> int:
+        """How many make the variant equal to the base, with so many seeds trained at once."""
         steps = self._base.training.steps
         if self._equal == "steps" or config == self._base:
             return config.training.steps
         if self._equal == "flops":
             ratio = self._flops_per_step(self._base) / self._flops_per_step(config)
         else:
-            ratio = self._times_as_fast(config)
+            ratio = self._times_as_fast(config, at_once)
         return max(1, round(steps * ratio))
 
     def _flops_per_step(self, config: Config) -> int:
@@ -171,9 +192,8 @@ class Study:
         tokens = config.training.batch_size * config.model.context_length
         return flops_per_token(skeleton)[1] * tokens
 
-    def _times_as_fast(self, config: Config) -> float:
+    def _times_as_fast(self, config: Config, at_once: int) -> float:
         """The base's seconds a step by the variant's, in short runs of both by turns."""
-        assert self._base is not None
         runs = []
         for timed in (self._base, config):
             per_dispatch = timed.training.steps_per_dispatch
@@ -181,9 +201,7 @@ class Study:
                 timed.training, steps=per_dispatch * (TIMED_DISPATCHES + 1), eval_every=2**31 - 1
             )
             timed = dataclasses.replace(timed, training=short)
-            runs.append(
-                fit_seeds(timed, self._maker(timed), range(jax.device_count()), self._split)
-            )
+            runs.append(fit_seeds(timed, self._maker(timed), range(at_once), self._split))
         ratios, before = [], (0.0, 0.0)
         for _ in range(TIMED_DISPATCHES):
             base, variant = (next(run) for run in runs)
@@ -200,7 +218,8 @@ class Study:
         rows = config.training.batch_size // config.training.accumulation
         # Parameters, gradients, two moments, in float32.
         each = 16 * count_parameters(skeleton) + activation_bytes(skeleton, rows)
-        return max(1, int(MEMORY_SHARE * _free_memory() / each))
+        fit = max(1, int(MEMORY_SHARE * _free_memory() / each))
+        return max(fit - fit % jax.device_count(), 1)
 
 
 def _free_memory() -> int:
@@ -208,10 +227,25 @@ def _free_memory() -> int:
     stats = jax.devices()[0].memory_stats()
     if stats is not None and "bytes_limit" in stats:
         return jax.device_count() * (stats["bytes_limit"] - stats.get("bytes_in_use", 0))
-    for pages in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"):
-        if pages in getattr(os, "sysconf_names", ()):
-            return os.sysconf("SC_PAGE_SIZE") * os.sysconf(pages)
+    if os.path.exists("/proc/meminfo"):  # Linux, where files in memory count as free
+        found = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text("ascii"))
+        if found is not None:
+            return 1024 * int(found[1])
+    if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ()):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return 2**33
+
+
+def _what_counts(config: Config) -> dict[str, Any]:
+    """The knobs by which a variant learns what it learns, and no others."""
+    idle = {"seed", "sample_tokens", "save_seconds", "keep", "cpu_devices"}
+    return {
+        f"{section}.{knob}": value
+        for section, knobs in plain(config).items()
+        if section != "data"  # of which the checksum tells more
+        for knob, value in knobs.items()
+        if (section, knob) not in {("training", name) for name in idle}
+    }
 
 
 def _with_steps(config: Config, steps: int) -> Config:

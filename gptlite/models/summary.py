@@ -96,11 +96,11 @@ def _modules(model: GPT) -> list[tuple[str, int, Any, str]]:
         return _Watched(node, functools.partial(shapes.__setitem__, name))
 
     watched = jax.tree_util.tree_map_with_path(watch, model, is_leaf=_holds_arrays)
-    ids = jax.ShapeDtypeStruct((model.config.context_length,), jnp.int32)
+    ids = jax.ShapeDtypeStruct((1, model.config.context_length), jnp.int32)
 
     def read(watched, ids):
         # With a cache, because there query, key and value are layers of their own.
-        hidden, _ = watched.extend(ids, model.init_cache())
+        hidden, _ = watched.extend(ids, model.init_cache((1,)))
         return watched.logits(hidden)
 
     shapes["head"] = _shape(eqx.filter_eval_shape(read, watched, ids))
@@ -119,7 +119,8 @@ class _Watched(eqx.Module):
 
     def __call__(self, *args, **kwargs):
         out = self.inner(*args, **kwargs)
-        self.note(_shape(out))
+        # (Of a block, the output comes with its cache.)
+        self.note(_shape(out[0] if isinstance(out, tuple) else out))
         return out
 
     def __getattr__(self, attribute: str) -> Any:

@@ -138,7 +138,7 @@ def attend_fused(
 
 class ValueResidual(eqx.Module):
     """`a · values + b · first`, the first layer's values at the same token, with trained a and b
-    (Zhou et al., 2024, "Value residual learning", section 3.2: the learnable kind).
+    (Zhou et al., 2024, "Value residual learning", the learnable kind).
 
     The first layer, too, adds its own, which is but a factor `a + b`.
     """

@@ -92,8 +92,8 @@ class MoE(eqx.Module):
     Trained with a second loss, which keeps the experts equally busy: `balance_loss · n_experts ·
     sum_i f_i P_i`, where f is the share of the choices and P the mean probability that went to
     expert i (Fedus et al., 2022, eq. 4). It is not in the output: it joins the gradients on their
-    way back, as if it had been added to the loss. `inference` (`eqx.nn.inference_mode`) leaves it
-    out.
+    way back, as if it had been added to the loss, once for each call (so a batch should come in
+    one, and not under `vmap`). `inference` (`eqx.nn.inference_mode`) leaves it out.
 
     No token is ever dropped, and none knows of others'. Every expert computes every token, those
     not picked times 0: they are groups of columns of one wide MLP. That costs the arithmetic of all

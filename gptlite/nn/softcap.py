@@ -6,8 +6,8 @@ from jaxtyping import Array, Float
 
 
 class SoftCap(eqx.Module):
-    """`cap · tanh(x / cap)`: near 0 the identity, and never beyond `cap` (Bello et al., 2017,
-    section 5.1; Gemma 2, 2024, section 2)."""
+    """`cap · tanh(x / cap)`: near 0 the identity, and never beyond `cap` (Bello et al., 2016;
+    Gemma 2, 2024)."""
 
     cap: float = eqx.field(static=True)
 

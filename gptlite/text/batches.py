@@ -1,6 +1,7 @@
 """Ids to batches: a pure function of (seed, step), the same on every machine."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,11 +53,20 @@ class Batches:
         return self.tokens[self.starts(step)[:, None] + np.arange(self.context_length + 1)]
 
     def _start(self, epoch: int, index: int) -> int:
-        offset, order = _epoch(self.seed, epoch, self.windows_per_epoch, self.context_length)
+        offset, order = self._order(epoch)
         return offset + int(order[index]) * self.context_length
 
+    @functools.cached_property
+    def _order(self) -> Callable[[int], tuple[int, Int[np.ndarray, " windows"]]]:
+        """`_epoch`, the last two of which are kept: a batch may straddle them."""
 
-@functools.lru_cache(maxsize=2)
+        @functools.lru_cache(maxsize=2)
+        def order(epoch: int):
+            return _epoch(self.seed, epoch, self.windows_per_epoch, self.context_length)
+
+        return order
+
+
 def _epoch(
     seed: int, epoch: int, windows: int, context_length: int
 ) -> tuple[int, Int[np.ndarray, " windows"]]:

@@ -30,7 +30,7 @@ from filelock import SoftFileLock, Timeout
 
 from gptlite.config import Config, UserError, load_config, plain, save_config
 from gptlite.files import json_to_bytes, sync, write_atomically
-from gptlite.own import OWN_FOLDER, changed_sources, own_sources
+from gptlite.own import OWN_FOLDER, changed_sources, own_options, own_sources
 from gptlite.runs import check_free
 from gptlite.text.tokenizer import Tokenizer, decode
 from gptlite.training.checkpoint import (
@@ -64,6 +64,7 @@ class RunFolder:
         self._lock = SoftFileLock(place.parent / f".{place.name}.lock", timeout=0)
         self._checkpoints: Checkpoints | None = None
         self._corpus_sha256 = ""
+        self._own: list[str] = []
         self._metrics = hashlib.sha256()
         self._metrics_bytes = 0
         self._saved: int | None = None
@@ -296,7 +297,7 @@ class RunFolder:
         """A sentence on how to go on."""
         for step in list_steps(self.path / "checkpoints"):
             if (self.path / "checkpoints" / str(step) / MANIFEST).is_file():
-                words = ["python", "train.py", "--resume", str(self.path), *options]
+                words = ["python", "train.py", "--resume", str(self.path), *self._own, *options]
                 return f"To go on from step {step}:\n    {shlex.join(words)}"
         return "Nothing has been saved yet."
 
@@ -318,6 +319,7 @@ class RunFolder:
 
     def _begin(self, config: Config, corpus_sha256: str) -> None:
         self._corpus_sha256 = corpus_sha256
+        self._own = own_options(config.model)
         self._checkpoints = Checkpoints(self.path / "checkpoints", config.training.keep)
         self._save_seconds, self._saved_at = config.training.save_seconds, time.monotonic()
 

@@ -99,7 +99,7 @@ def make_optimizer(
     return optimizer
 
 
-def inside(params: PyTree, kind: type) -> PyTree:
+def inside(params: PyTree, kind: type | tuple[type, ...]) -> PyTree:
     """For each parameter, whether it is in a module of that kind. (In a `Stack`, it has a leading
     layer axis.)"""
     return jax.tree.map(

@@ -53,7 +53,7 @@ def fit_seeds(
     `training.seed`.
 
     Yields after every dispatch of `steps_per_dispatch` steps, and at evaluations. A seed whose
-    loss is no longer finite goes on, and shows. Everything is compiled before this returns.
+    loss is no longer finite goes on, and shows. The steps are compiled before this returns.
 
     **Raises:** `UserError` if the text is too short.
     """

@@ -1,6 +1,7 @@
 import csv
 import dataclasses
 import io
+import math
 
 import pytest
 from conftest import TEXT, TINY
@@ -53,7 +54,7 @@ def trained(monkeypatch):
 
 
 def study(folder, equal="steps"):
-    return Study(folder, equal, TOKENIZER, SPLIT, "0" * 64)
+    return Study(folder, BASE, equal, TOKENIZER, SPLIT, "0" * 64)
 
 
 def run(it, name, config, seeds, at_once=None):
@@ -84,14 +85,42 @@ def test_a_stop_loses_only_what_was_under_way(trained, tmp_path):
 
 def test_another_variant_under_the_same_name_is_refused(trained, tmp_path):
     run(study(tmp_path), "a", BASE, range(2))
-    with pytest.raises(UserError, match=r"a\.json holds another variant .*config and .*differ"):
+    with pytest.raises(
+        UserError, match=r"a-.*\.json was trained with another model\.n_layers, ano"
+    ):
         run(study(tmp_path), "a", DEEPER, range(2))
-    with pytest.raises(UserError, match=r"its equal differ"):
+    with pytest.raises(UserError, match="another base, another equal"):
         run(study(tmp_path, "flops"), "a", BASE, range(2))
-    kept = (tmp_path / "a.json").read_bytes()
-    (tmp_path / "a.json").write_bytes(kept.replace(b"curves", b"curvos"))
-    with pytest.raises(UserError, match=r"a\.json is damaged"):
+    idle = dataclasses.replace(BASE.training, save_seconds=7, cpu_devices=1)
+    run(study(tmp_path), "a", dataclasses.replace(BASE, training=idle), range(2))
+    assert len(trained) == 1
+    (file,) = tmp_path.glob("*.json")
+    file.write_bytes(file.read_bytes().replace(b"curves", b"curvos"))
+    with pytest.raises(UserError, match=r"a-.*\.json is damaged"):
         run(study(tmp_path), "a", BASE, range(2))
+
+
+def test_long_and_similar_names_have_files_of_their_own(trained, tmp_path):
+    for name in ("a/b", "a_b", "a" * 1000):
+        run(study(tmp_path), name, BASE, range(2))
+    assert len(list(tmp_path.glob("*.json"))) == len(trained) == 3
+
+
+def test_a_seed_that_diverges_is_kept_and_said(monkeypatch, tmp_path):
+    def fit_seeds(config, make_model, seeds, split):
+        losses = [math.nan if config is not BASE and seed == 1 else 2.0 + seed for seed in seeds]
+        yield SeedsProgress(8, 8, losses, losses, 1.0)
+
+    monkeypatch.setattr(study_module, "fit_seeds", fit_seeds)
+    monkeypatch.setattr(study_module, "_with_steps", lambda config, steps: config)
+    it, results = study(tmp_path), []
+    for name, config in (("base", BASE), ("n_layers=3", DEEPER)):
+        run(it, name, config, range(3))
+        results.append(it.result(name, config, range(3)))
+    assert "diverged (1 of 3 seeds)" in table(results)
+    assert "the base diverged (1 of 3 seeds)" in table(results[::-1])
+    assert "diverged" in to_csv(results)
+    draw(results, tmp_path / "picture.png")
 
 
 def test_equal_flops_and_equal_time(trained, tmp_path):
