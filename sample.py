@@ -24,7 +24,12 @@ def sample(arguments: SampleArguments) -> None:
     from gptlite.training.run import load_run
 
     set_up_jax()
-    run = load_run(find_run(arguments.run), arguments.weights, own=arguments.own)
+    run = load_run(
+        find_run(arguments.run),
+        arguments.weights,
+        own=arguments.own,
+        say=lambda sentence: print(sentence, file=sys.stderr),
+    )
     prompt = read_prompt(arguments)
     if not prompt:
         raise UserError("The prompt is empty: give at least one character to go on from.")

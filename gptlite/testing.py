@@ -22,8 +22,10 @@ import argparse
 import dataclasses
 import functools
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -35,6 +37,7 @@ from gptlite.cli import errors_as_sentences
 from gptlite.config import ModelConfig, is_own, require
 from gptlite.models.gpt import GPT
 from gptlite.models.summary import count_parameters
+from gptlite.nn.block import require_pair
 from gptlite.nn.embedding import Embedding
 from gptlite.nn.stack import Stack
 from gptlite.own import load_class
@@ -91,6 +94,7 @@ class Report:
         return (
             f"{self.name} ({self.kind}, {width}, {self.parameters:,} parameters) is right: "
             f"{', '.join(self.laws)}"
+            + "".join(f"; {law} does not apply" for law in sorted(LAWS - set(self.laws)))
         )
 
 
@@ -386,7 +390,7 @@ class _Block(_Layer):
     kind = "block"
 
     def run(self, block: Any, x: Any, **options: Any) -> Any:
-        return block(x, None, 0, **{"key": None, **options})[0]
+        return require_pair(block, block(x, None, 0, **{"key": None, **options}), x)[0]
 
     def ways_to_call(self) -> Sequence[dict[str, Any]]:
         return ({}, {"key": jax.random.key(0)})
@@ -511,13 +515,19 @@ def _recognise(block: Any, d_model: int | None, seq: int, seed: int) -> _Layer:
     said: Exception | None = None
     for width in widths:
         x, other = (jax.random.normal(key, (BATCH, seq, width)) for key in keys)
+        # What a model has and a layer has not.
+        with_cache = hasattr(block, "init_cache") and not hasattr(block, "extend")
+        arguments = (x, None, 0) if with_cache else (x,)
+        options = {"key": None} if with_cache else {}
         try:
-            out = eqx.filter_eval_shape(lambda block, x: block(x), block, x)
+            out = eqx.filter_eval_shape(block, *arguments, **options)
         except Exception as error:
             said = said or error
             continue
-        if isinstance(out, tuple):
+        if with_cache:
             return _Block(block, x, other)
+        if isinstance(out, tuple):
+            raise _Broken("it returns a pair, as attention does, and has no init_cache.")
         if out.shape == x.shape or d_model:
             return _Layer(block, x, other)
     try:
@@ -608,9 +618,14 @@ def _name(path: Any) -> str:
 
 
 def _say(error: Exception) -> str:
-    """An exception as a line."""
-    first = next((line for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {first.strip()}"
+    """An exception as a line, with the last place outside of packages that it came through."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    what = f"{type(error).__name__}: {' '.join(lines[:4])}"
+    packages = ("site-packages", str(Path(__file__).parent), "<")
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not any(part in frame.filename for part in packages):
+            return f"{what} ({Path(frame.filename).name}, line {frame.lineno})"
+    return what
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -216,6 +217,26 @@ class NeedsAKey(Layer):
         return self.dropout(super().__call__(x))
 
 
+class NoDefaults(eqx.Module):
+    """The shortest call that training and generation make do with."""
+
+    inner: OneHead
+
+    def __init__(self, config=SMALL, *, key):
+        self.inner = OneHead(config, key=key)
+
+    def init_cache(self, batch, capacity, dtype):
+        return self.inner.init_cache(batch, capacity, dtype)
+
+    def __call__(self, x, cache, offset, *, key) -> Any:
+        return self.inner(x, cache, offset, key=key)
+
+
+class ReturnsNoCache(NoDefaults):
+    def __call__(self, x, cache, offset, *, key):
+        return super().__call__(x, cache, offset, key=key)[0]
+
+
 class LooksAheadInTraining(OneHead):
     def __call__(self, x, cache=None, offset=0, *, padding_mask=None, key=None):
         y, cache = super().__call__(x, cache, offset, padding_mask=padding_mask)
@@ -256,6 +277,7 @@ BUGS = {
     PadsOneTooFew: ("padding", "with 1 places of padding before"),
     LooksAheadInTraining: ("causal", "(given a key)"),
     ForgetsTheCapacity: ("cached", "comes back as one of float32[3, 8, 16]"),
+    ReturnsNoCache: ("shapes", "ReturnsNoCache must return a pair, (y, cache)"),
     NeedsAKey: ("shapes", "Dropout requires a key"),
     NormOverTheBatch: ("batch", "sequence 0 in a batch"),
     LastCacheOfTheBatch: ("batch", "in a batch"),
@@ -290,6 +312,10 @@ def test_what_they_are_planted_in_is_right():
         "batch, cached, padding, gradients, bfloat16, scan"
     )
     assert set(report.laws) - set(check_block(Layer).laws) == {"padding", "scan"}
+
+
+def test_a_block_need_not_have_defaults():
+    assert str(check_block(NoDefaults)).endswith("scan; padding does not apply")
 
 
 def test_a_module_or_a_class_and_what_is_neither():

@@ -165,6 +165,8 @@ class Study:
                     place, old = changed.index(key), kept[key]
                     differs = [knob for knob, value in about[key].items() if old.get(knob) != value]
                     changed[place] = " and ".join(differs) + (" of the base" * (key == "base"))
+            if "own" in changed:
+                changed[changed.index("own")] = f"version of {', '.join(about['own'])}"
             raise UserError(
                 f"{path} was trained with another {', another '.join(changed)}: choose another "
                 "--name for this comparison, or delete that file."

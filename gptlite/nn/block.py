@@ -6,9 +6,11 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from gptlite.config import UserError
 from gptlite.nn.positions import Offset
 
 
@@ -43,12 +45,17 @@ class Branches(eqx.Module):
         """`cache` and `offset` as in `Attention`; `key` switches dropout on; `shared` is the same
         for all layers and goes to the attention as it is (`padding_mask`, `first_values`)."""
         keys = split(key, 3)
-        y, cache = self.attention(self.attention_input(x), cache, offset, key=keys[0], **shared)
+        h = self.attention_input(x)
+        out = self.attention(h, cache, offset, key=keys[0], **shared)
+        y, cache = require_pair(self.attention, out, h)
 
         def drop(y, key):
             return self.dropout(y, key=key, inference=key is None)
 
-        return self.arrange(x, drop(y, keys[1]), lambda h: drop(self.mlp(h), keys[2])), cache
+        def mlp(h):
+            return drop(require_same_shape(self.mlp, self.mlp(h), h), keys[2])
+
+        return self.arrange(x, drop(y, keys[1]), mlp), cache
 
     @abc.abstractmethod
     def attention_input(
@@ -123,6 +130,32 @@ class ParallelBlock(Branches):
 
     def arrange(self, x, attended, mlp):
         return x + attended + mlp(self.norm(x))
+
+
+# A part of the user's own may return anything, and what broadcasts would train all the same.
+
+
+def require_same_shape(part: Any, y: Any, x: Array) -> Any:
+    """`y`, which `part` made of `x`.
+
+    **Raises:** `UserError` (while tracing) if its shape is not that of `x`.
+    """
+    if jnp.shape(y) != x.shape:
+        raise UserError(
+            f"{type(part).__name__} must return the shape that it is given: it made "
+            f"{list(jnp.shape(y))} of {list(x.shape)}."
+        )
+    return y
+
+
+def require_pair(part: Any, out: Any, x: Array) -> Any:
+    """`out`, an output and a cache, which `part` made of `x`.
+
+    **Raises:** `UserError` (while tracing) if it is no such pair, or its shape is not that of `x`.
+    """
+    if not (isinstance(out, tuple) and len(out) == 2):
+        raise UserError(f"{type(part).__name__} must return a pair, (y, cache).")
+    return require_same_shape(part, out[0], x), out[1]
 
 
 def split(key: PRNGKeyArray | None, count: int) -> Any:

@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
-from gptlite.nn.block import split
+from gptlite.nn.block import require_pair, split
 from gptlite.nn.positions import Offset
 
 
@@ -43,7 +43,8 @@ class Layers(eqx.Module):
         nothing = (None,) * len(self.blocks)
         new_caches = []
         for block, cache, layer_key in zip(self.blocks, caches or nothing, keys, strict=True):
-            x, new_cache = block(x, cache, offset, key=layer_key, **shared)
+            out = block(x, cache, offset, key=layer_key, **shared)
+            x, new_cache = require_pair(block, out, x)
             new_caches.append(new_cache)
         return x, None if caches is None else tuple(new_caches)
 
@@ -79,6 +80,8 @@ class Stack(eqx.Module):
         # where each index would write a full-size array of zeros.
         leaves, structure = jax.tree.flatten(arrays)
         rows = zip(*[lax.unstack(leaf) for leaf in leaves], strict=True)
+        if not leaves:  # a block without parameters
+            rows = [()] * self.n_layers
         return Layers(tuple(eqx.combine(jax.tree.unflatten(structure, row), rest) for row in rows))
 
     @property
@@ -108,6 +111,7 @@ class Stack(eqx.Module):
 
         def layer(x, scanned):
             arrays, cache, key = scanned
-            return eqx.combine(arrays, rest)(x, cache, offset, key=key, **shared)
+            block = eqx.combine(arrays, rest)
+            return require_pair(block, block(x, cache, offset, key=key, **shared), x)
 
-        return lax.scan(layer, x, (arrays, caches, keys))
+        return lax.scan(layer, x, (arrays, caches, keys), length=self.n_layers)

@@ -4,11 +4,11 @@ Plain data throughout (folder.py lists the files): nothing in a run is ever exec
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -36,11 +36,13 @@ def load_run(
     which: Literal["best", "last"] = "best",
     *,
     own: Mapping[str, str | type] = MappingProxyType({}),
+    say: Callable[[str], Any] = warnings.warn,
 ) -> Run:
     """Load a run's model, tokenizer and config.
 
     `own`: the blocks of your own that it was made with, named again by their knob, as in
-    `{"mlp": SineMLP}` or `{"mlp": "my_blocks.py:SineMLP"}`; the file is then executed.
+    `{"mlp": SineMLP}` or `{"mlp": "my_blocks.py:SineMLP"}`; the file is then executed. `say` hears
+    of one that has changed.
 
     **Raises:** `UserError` if a file is missing, damaged or of another shape than the config says,
     or an own block is not named.
@@ -50,7 +52,7 @@ def load_run(
         raise UserError(f"{path} is not a run: it has no config.json.")
     config = load_own(named_again(load_config(path / "config.json"), own))
     for changed in changed_sources(path / OWN_FOLDER, config.model):
-        warnings.warn(f"{changed} is not as it was when {path} began.", stacklevel=2)
+        say(f"{changed} is not as it was when {path} began.")
     tokenizer = load_tokenizer(path)
     skeleton = eqx.filter_eval_shape(
         GPT,

@@ -62,6 +62,32 @@ def test_dropout_needs_a_key_and_is_a_function_of_it(which):
     assert not np.allclose(forward(model, IDS, a), forward(model, IDS, b))
 
 
+@pytest.mark.parametrize("stack", ["unrolled", "scan"])
+@pytest.mark.parametrize(
+    ("knob", "output", "words"),
+    [
+        (
+            "mlp",
+            lambda x: x[..., :1],
+            r"Own must .* shape .* made \[3, 12, 1\] of \[3, 12, 16\]",
+        ),
+        ("attention", lambda x: x, r"Own must return a pair, \(y, cache\)"),
+        ("attention", lambda x: (x[:, :1], None), r"made \[3, 1, 16\] of \[3, 12, 16\]"),
+        ("block", lambda x: (x[:, :1], None), r"made \[3, 1, 16\] of \[3, 12, 16\]"),
+    ],
+)
+def test_what_would_broadcast_is_refused(stack, knob, output, words):
+    class Own(eqx.Module):
+        def __init__(self, config, *, key):
+            pass
+
+        def __call__(self, x, *args, **kwargs):
+            return output(x)
+
+    with pytest.raises(UserError, match=words):
+        eqx.filter_eval_shape(tiny_model(**{knob: Own, "stack": stack}), IDS)
+
+
 def test_padded_ids_are_never_predicted():
     model = GPT(TINY, VOCAB, padded_vocab_size=64, key=jax.random.key(0))
     assert model.embedding.weight.shape == (64, 16)
