@@ -351,10 +351,8 @@ class _Layer:
                         )
             ours = np.array([jnp.vdot(g, d) for g, d in zip(grads, directions, strict=True)])
             eye = jnp.eye(len(leaves))
-            slopes = []
-            for h in DIFFERENCES:
-                ends = jax.jit(lambda steps: jax.lax.map(moved, steps))
-                slopes.append(np.asarray(ends(h * eye) - ends(-h * eye)) / (2 * h))
+            ends = jax.jit(lambda steps: jax.lax.map(moved, steps))
+            slopes = [np.asarray(ends(h * eye) - ends(-h * eye)) / (2 * h) for h in DIFFERENCES]
             error = np.min([np.abs(slope - ours) for slope in slopes], axis=0)
             size = np.maximum(np.abs(ours), np.abs(slopes).min(axis=0))
             # Next to nothing is compared with what is typical.

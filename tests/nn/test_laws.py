@@ -1,12 +1,11 @@
-"""Every block of the package, alone, against all the laws that hold for it."""
+"""Every part of the package, alone, against all the laws that hold for it. (Their orders: see
+test_gpt.py.)"""
 
 import functools
 
 import jax
 import pytest
 
-from gptlite.config import ModelConfig
-from gptlite.models.gpt import BLOCKS, make_block
 from gptlite.nn import (
     MLP,
     ALiBi,
@@ -64,9 +63,3 @@ def test_attention(name):
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers(name):
     assert set(check_block(LAYERS[name]).laws) == LAWS - {"padding", "scan"}
-
-
-@pytest.mark.parametrize("name", BLOCKS)
-def test_orders(name):
-    config = ModelConfig(d_model=D, block=name, mlp="gelu", bias=True)
-    assert set(check_block(make_block(config, KEY)).laws) == LAWS
