@@ -38,6 +38,10 @@ class GPT(eqx.Module):
 
     From ids to the next token's logits at every position. One sequence or a batch, the same
     answer: leading axes are whatever they are.
+
+    Measured: a tied head 0.016 ± 0.008 nats worse; without the embeddings of earlier tokens
+    (`embed_previous`) 0.073 ± 0.009 nats worse; with biases no difference found (-0.002 ± 0.006)
+    (benchmarks/blocks.md).
     """
 
     embedding: Embedding

@@ -141,6 +141,8 @@ class ValueResidual(eqx.Module):
     (Zhou et al., 2024, "Value residual learning", the learnable kind).
 
     The first layer, too, adds its own, which is but a factor `a + b`.
+
+    Measured: against none, no difference found (-0.004 ± 0.008) (benchmarks/blocks.md).
     """
 
     weight: Float[Array, "2"]
@@ -165,6 +167,10 @@ class Attention(eqx.Module):
     - `qk_norm`: queries and keys RMS-normalised first, which bounds the scores (QK-norm: Henry et
       al., 2020; Dehghani et al., 2023).
     - `value_residual`: see `ValueResidual`.
+
+    Measured: one head of keys and values for two of queries, against two, no difference found
+    (+0.002 ± 0.014); two for four, against four, no difference found (+0.002 ± 0.011); without QK-
+    norm no difference found (-0.000 ± 0.008) (benchmarks/blocks.md).
     """
 
     query: Linear

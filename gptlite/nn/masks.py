@@ -17,7 +17,10 @@ class Causal(eqx.Module):
 
 class SlidingWindow(eqx.Module):
     """The last `window` that are not later, the query's own place included (Beltagy et al., 2020,
-    section 3.1)."""
+    section 3.1).
+
+    Measured: 64 of 256 places, against all, 0.018 ± 0.009 nats better (benchmarks/blocks.md).
+    """
 
     window: int = eqx.field(static=True)
 

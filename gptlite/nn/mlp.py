@@ -27,7 +27,11 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 
 class MLP(eqx.Module):
-    """`down(activation(up(x)))`."""
+    """`down(activation(up(x)))`.
+
+    Measured: against ReLU², GELU no difference found (-0.001 ± 0.007), SiLU 0.014 ± 0.006 nats
+    worse, ReLU no difference found (+0.011 ± 0.006) (benchmarks/blocks.md).
+    """
 
     up: Linear
     down: Linear
@@ -56,7 +60,11 @@ class MLP(eqx.Module):
 
 class GatedMLP(eqx.Module):
     """`down(activation(gate(x)) · up(x))` (Shazeer, 2020): SwiGLU with SiLU (eq. 6), GEGLU with
-    GELU (eq. 6)."""
+    GELU (eq. 6).
+
+    Measured: against a ReLU² MLP with as many parameters, SwiGLU 0.015 ± 0.006 nats better, GEGLU
+    no difference found (-0.010 ± 0.008) (benchmarks/blocks.md).
+    """
 
     gate: Linear
     up: Linear
@@ -98,6 +106,9 @@ class MoE(eqx.Module):
     No token is ever dropped, and none knows of others'. Every expert computes every token, those
     not picked times 0: they are groups of columns of one wide MLP. That costs the arithmetic of all
     experts, and is right where they are few.
+
+    Measured: 4 experts, 2 a token, each half as wide as the MLP, against it, no difference found
+    (+0.019 ± 0.010) (benchmarks/blocks.md).
     """
 
     router: Linear
