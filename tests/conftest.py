@@ -33,6 +33,15 @@ jax.config.update("jax_num_cpu_devices", int(os.environ["JAX_NUM_CPU_DEVICES"]))
 COMPILED = tempfile.TemporaryDirectory(prefix="gptlite-tests-")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", COMPILED.name)
 
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_are_let_go():
+    """A module's compiled programs, at its end. Each takes several of the memory mappings that Linux
+    lets a process have (65,530), and XLA crashes where there are no more."""
+    yield
+    jax.clear_caches()
+
+
 # Compiling takes what time it takes; and the same examples every time.
 settings.register_profile("gptlite", deadline=None, derandomize=True)
 settings.load_profile("gptlite")
