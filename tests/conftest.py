@@ -36,8 +36,8 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", COMPILED.name)
 
 @pytest.fixture(scope="module", autouse=True)
 def programs_are_let_go():
-    """A module's compiled programs, at its end. Each takes several of the memory mappings that Linux
-    lets a process have (65,530), and XLA crashes where there are no more."""
+    """A module's compiled programs, at its end. Each takes several of the memory mappings that
+    Linux lets a process have (65,530), and XLA crashes where there are no more."""
     yield
     jax.clear_caches()
 

@@ -8,7 +8,6 @@ import pytest
 
 from gptlite.nn import (
     MLP,
-    ALiBi,
     Attention,
     DyT,
     GatedMLP,
@@ -33,9 +32,7 @@ attention = functools.partial(
 ATTENTION = {
     "rotary": attention(positions=Rotary(), bias=True),
     "grouped": attention(positions=Rotary(), n_kv_heads=2),
-    "multi-query": attention(n_kv_heads=1, qk_norm=True),
     "sliding": attention(positions=Rotary(), mask=SlidingWindow(3)),
-    "alibi": attention(score_bias=ALiBi(4), n_kv_heads=2),
     "relative": attention(
         score_bias=RelativeBias(4, buckets=4, farthest=6, key=KEY), mask=SlidingWindow(7)
     ),
