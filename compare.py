@@ -43,9 +43,9 @@ def compare(arguments: CompareArguments, variants: dict[str, Config]) -> None:
     variants = {
         name: load_own(resolve_corpus(config, corpus.name)) for name, config in variants.items()
     }
-    for config in variants.values():
-        if own := own_options(config.model):
-            print(f"with code that is not gptlite's: {shlex.join(own)}")
+    for own in {shlex.join(own_options(config.model)): None for config in variants.values()}:
+        if own:
+            print(f"with code that is not gptlite's: {own}")
 
     folder = FOLDER / arguments.name
     try:

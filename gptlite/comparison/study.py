@@ -1,6 +1,7 @@
 """Variants trained from several seeds, and what is kept of each, so that nothing is done twice."""
 
 import dataclasses
+import functools
 import hashlib
 import math
 import os
@@ -67,6 +68,7 @@ class Study:
         """`equal`: what variants have in common with `base`, `steps`, `flops` or `time`."""
         self._folder, self._base, self._equal = folder, base, equal
         self._tokenizer, self._split, self._corpus_sha256 = tokenizer, split, corpus_sha256
+        self._cost = functools.cache(self._count_cost)  # traces the model, forward and backward
 
     def trained(self, name: str, config: Config, seeds: Sequence[int]) -> list[int]:
         """Which of `seeds` have been trained.
@@ -136,10 +138,10 @@ class Study:
         return self._folder / f"{readable}-{hashlib.sha256(name.encode()).hexdigest()[:8]}.json"
 
     def _read(self, name: str, config: Config) -> dict[str, Any]:
-        skeleton = eqx.filter_eval_shape(self._maker(config), jax.random.key(0))
+        parameters, flops = self._cost(config)
         about = {
             "config": _what_counts(config),
-            # Of which the steps were chosen by.
+            # By which the steps were chosen.
             "base": None if self._equal == "steps" else _what_counts(self._base),
             "tokenizer": self._tokenizer.to_json(),
             "equal": self._equal,
@@ -148,8 +150,8 @@ class Study:
                 file: hashlib.sha256(source).hexdigest()
                 for file, source in own_sources(config.model).items()
             },
-            "parameters": count_parameters(skeleton),
-            "flops_per_token": flops_per_token(skeleton)[1],
+            "parameters": parameters,
+            "flops_per_token": flops,
         }
         path = self._path(name)
         if not path.exists():
@@ -190,9 +192,13 @@ class Study:
         return max(1, round(steps * ratio))
 
     def _flops_per_step(self, config: Config) -> int:
-        skeleton = eqx.filter_eval_shape(self._maker(config), jax.random.key(0))
         tokens = config.training.batch_size * config.model.context_length
-        return flops_per_token(skeleton)[1] * tokens
+        return self._cost(config)[1] * tokens
+
+    def _count_cost(self, config: Config) -> tuple[int, int]:
+        """Parameters, and training FLOPs a token."""
+        skeleton = eqx.filter_eval_shape(self._maker(config), jax.random.key(0))
+        return count_parameters(skeleton), flops_per_token(skeleton)[1]
 
     def _times_as_fast(self, config: Config, at_once: int) -> float:
         """The base's seconds a step by the variant's, in short runs of both by turns."""

@@ -1,7 +1,7 @@
 """The optimizer step: everything between a batch of ids and new parameters, compiled as one."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -14,6 +14,8 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 from gptlite.config import TrainingConfig
 from gptlite.models.gpt import GPT
 from gptlite.training.loss import window_losses
+
+T = TypeVar("T")
 
 
 class TrainState(eqx.Module):
@@ -169,6 +171,7 @@ def loss_and_grads(
     return jax.tree.map(lambda x: x / config.accumulation, total)
 
 
-def cast(model: GPT, dtype: Any) -> GPT:
-    """`model` with its parameters in `dtype`; gradients through the cast keep the old dtype."""
+def cast(model: T, dtype: Any) -> T:
+    """`model` (any pytree) with its parameters in `dtype`; gradients through the cast keep the old
+    dtype."""
     return jax.tree.map(lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, model)

@@ -23,7 +23,9 @@ def named_arrays(tree: PyTree) -> dict[str, np.ndarray]:
     """All arrays of `tree` in host memory, each under its path in the tree, e.g.
     `stack.blocks.attention.query.weight`. Of an array on several devices, the first one's copy."""
     return {
-        _name(path): np.asarray(leaf.addressable_data(0) if isinstance(leaf, jax.Array) else leaf)
+        path_name(path): np.asarray(
+            leaf.addressable_data(0) if isinstance(leaf, jax.Array) else leaf
+        )
         for path, leaf in jax.tree_util.tree_leaves_with_path(eqx.filter(tree, eqx.is_array))
     }
 
@@ -40,7 +42,7 @@ def fill(skeleton: T, arrays: dict[str, np.ndarray], source: str) -> T:
     def put(path, leaf):
         if not isinstance(leaf, jax.ShapeDtypeStruct | jax.Array):
             return leaf
-        name = _name(path)
+        name = path_name(path)
         array = arrays.pop(name, None)
         if array is None:
             raise UserError(f"{source} lack {name}, which the config calls for.")
@@ -103,5 +105,6 @@ def _step_of(content: bytes) -> int | None:
     return int(note[2])
 
 
-def _name(path: tuple[Any, ...]) -> str:
+def path_name(path: tuple[Any, ...]) -> str:
+    """A place in a pytree, as `stack.blocks.attention.query.weight`."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
