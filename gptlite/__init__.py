@@ -37,19 +37,26 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Config": "config",
+    "Encoder": "models.encoder",
     "GPT": "models.gpt",
     "ModelConfig": "config",
     "SamplingConfig": "config",
     "TrainingConfig": "config",
+    "Seq2Seq": "models.seq2seq",
     "UserError": "config",
+    "attention_maps": "models.watch",
+    "beam_search": "generation.translate",
+    "check_block": "testing",
     "fit": "training.loop",
     "generate": "generation.generate",
+    "greedy_search": "generation.translate",
     "load_corpus": "text.corpus",
     "load_own": "own",
     "load_run": "training.run",
     "make_tokenizer": "text.tokenizer",
     "split_corpus": "text.tokens",
     "summary": "models.summary",
+    "train": "training.train",
 }
 
 __all__ = [

@@ -176,6 +176,10 @@ class ModelConfig:
     """How many earlier tokens are added to each token's embedding, each lag from a table of its
     own. Spares a small model a layer that only looks one character back."""
 
+    scale_embedding: bool = False
+    """Multiply embeddings by sqrt(d_model), from tables that start as much smaller (Vaswani et al.,
+    2017, section 3.4)."""
+
     qk_norm: bool = True
     """RMS-normalise queries and keys before their product."""
 
@@ -286,9 +290,10 @@ class OptimizerConfig:
     adam_learning_rate: float = 0.01
     """With muon: peak learning rate of embedding, head, gains and biases."""
 
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = "wsd"
-    """After the warm-up: cosine or straight line down to the end, constant, or
-    warm-up-stable-decay (constant, then a straight line down)."""
+    schedule: Literal["cosine", "linear", "constant", "wsd", "noam"] = "wsd"
+    """After the warm-up: cosine or straight line down to the end, constant, warm-up-stable-decay
+    (constant, then a straight line down), or noam (as 1 / sqrt(step); its peak in Vaswani et al.,
+    2017, eq. 3, is 1 / sqrt(d_model * warm-up steps))."""
 
     warmup_fraction: float = 0.03
     """Share of all steps over which the learning rate rises from 0 to its peak."""
@@ -476,6 +481,27 @@ GPT2_SMALL = ModelConfig(
     bias=True,
     tied_head=True,
     init="gpt2",
+)
+
+# The base model of Vaswani et al., 2017 (table 3), for `Seq2Seq` and `Encoder`: post-LayerNorm,
+# ReLU, sinusoidal positions on scaled embeddings, which are also the head. (In the paper, attention
+# has no biases.)
+VASWANI = ModelConfig(
+    n_layers=6,
+    n_heads=8,
+    d_model=512,
+    context_length=512,
+    block="post",
+    norm="layer",
+    mlp="relu",
+    positions="sinusoidal",
+    scale_embedding=True,
+    embed_previous=0,
+    qk_norm=False,
+    bias=True,
+    tied_head=True,
+    dropout=0.1,
+    attention_dropout=0.1,
 )
 
 _S = dataclasses.replace(

@@ -4,6 +4,8 @@
     parameters  all of them are where training finds them
     jit         compiled or not, once or twice: the same
     causal      no output depends on a later input
+    both ways   of an encoder instead: every output depends on every input; of an encoder-decoder
+                as well: on every token of the source
     batch       a sequence gets the same alone, in a batch, and under vmap
     cached      read in any portions, or one token at a time, the same as at once
     padding     places without a token change nothing, before or after (where there is a mask)
@@ -13,9 +15,10 @@
 
 From the command line: `python -m gptlite.testing FILE.py:CLASS`.
 
-A block is one of three things, told apart by its call: a layer, `layer(x) -> y`, as an MLP or a
-norm; a block with a cache, `block(x, cache, offset, *, key) -> (y, cache)`, as attention or a whole
-layer of the stack; a model, `model(ids) -> logits`, as `GPT`.
+A block is one of these, told apart by its call: a layer, `layer(x) -> y`, as an MLP or a norm; a
+block with a cache, `block(x, cache, offset, *, key) -> (y, cache)`, as attention or a whole layer
+of the stack; a model, `model(ids) -> logits`, as `GPT`; an `Encoder`, whose last axis is d_model;
+a `Seq2Seq`, which is checked as the model of its targets, with and without padding in its sources.
 """
 
 import argparse
@@ -35,18 +38,21 @@ import numpy as np
 
 from gptlite.cli import errors_as_sentences
 from gptlite.config import ModelConfig, is_own, require
+from gptlite.models.encoder import Encoder
 from gptlite.models.gpt import GPT
+from gptlite.models.seq2seq import Seq2Seq
 from gptlite.models.summary import count_parameters
+from gptlite.models.watch import path_name
 from gptlite.nn.block import require_pair
 from gptlite.nn.embedding import Embedding
+from gptlite.nn.masks import Bidirectional
 from gptlite.nn.stack import Stack
 from gptlite.own import load_class
 from gptlite.training.optimizer import inside
 from gptlite.training.step import cast
-from gptlite.training.weights import path_name
 
 LAWS = (
-    *("shapes", "parameters", "jit", "causal", "batch"),
+    *("shapes", "parameters", "jit", "causal", "both ways", "batch"),
     *("cached", "padding", "gradients", "bfloat16", "scan"),
 )
 
@@ -85,16 +91,18 @@ class Report:
     name: str
     kind: str
     width: int
-    """The last axis of what it was given, d_model; of a model the vocabulary."""
+    """The last axis of what comes out: d_model; of logits the vocabulary."""
     parameters: int
     laws: tuple[str, ...]
 
     def __str__(self) -> str:
-        width = f"{'vocabulary' if self.kind == 'model' else 'd_model'} {self.width}"
+        of_ids = self.kind in ("model", "encoder-decoder")
+        width = f"{'vocabulary' if of_ids else 'd_model'} {self.width}"
+        other = ("causal", "both ways")  # one or the other, which goes without saying
         return (
             f"{self.name} ({self.kind}, {width}, {self.parameters:,} parameters) is right: "
             f"{', '.join(self.laws)}"
-            + "".join(f"; {law} does not apply" for law in LAWS if law not in self.laws)
+            + "".join(f"; {law} does not apply" for law in LAWS if law not in self.laws + other)
         )
 
 
@@ -103,6 +111,7 @@ def check_block(
     *,
     config: ModelConfig = SMALL,
     d_model: int | None = None,
+    causal: bool | None = None,
     seq: int = 8,
     idle: Sequence[str] = (),
     seed: int = 0,
@@ -118,6 +127,8 @@ def check_block(
     - `block`: a module, or a class that is built as `block(config, key=key)`.
     - `config`: for a class.
     - `d_model`: for a module; by default found out.
+    - `causal`: False for an encoder's, which is to see both ways; by default, False for an
+      `Encoder` and for what has a `Bidirectional` mask.
     - `seq`: places in a sequence; more than any window or chunk that the block has.
     - `idle`: names of parameters that are known to have no gradient: constants, and the bias of
       attention's keys without rotary positions and QK-norm, which softmax does not feel.
@@ -137,7 +148,7 @@ def check_block(
         raise CheckError(name, [("parameters", "complex ones are cast to real ones in training.")])
     block = _move_parameters(block, key, idle)
     try:
-        subject = _recognise(block, d_model, seq, idle, seed)
+        subject = _recognise(block, d_model, causal, seq, idle, seed)
     except _Broken as found:
         raise CheckError(name, [("shapes", str(found))]) from found
     left_out = set(subject.does_not_apply())
@@ -147,7 +158,7 @@ def check_block(
         try:
             # GPUs multiply float32 numbers as shorter ones, by default.
             with jax.default_matmul_precision("highest"):
-                getattr(subject, f"check_{law}")()
+                getattr(subject, f"check_{law.replace(' ', '_')}")()
         except _Broken as found:
             broken.append((law, str(found)))
         except Exception as error:
@@ -171,6 +182,7 @@ class _Layer:
     """More of the same."""
     idle: Sequence[str]
     """Parameters that need not have a gradient."""
+    causal: bool
     kind = "layer"
 
     def run(self, block: Any, x: Any, **options: Any) -> Any:
@@ -182,15 +194,19 @@ class _Layer:
         parts = jnp.split(x, list(ends), axis=1)
         return jnp.concatenate([self.compiled(self.block, part) for part in parts], axis=1)
 
-    def expected(self, x: Any) -> tuple[tuple[int, ...], Any]:
-        """Shape and dtype of what should come out."""
-        return x.shape, x.dtype
+    def expected(self, x: Any, dtype: Any = jnp.float32) -> tuple[tuple[int, ...], Any]:
+        """Shape and dtype of what should come out, with parameters and numbers in `dtype`."""
+        return x.shape, dtype
 
     def does_not_apply(self) -> Iterator[str]:
         """Laws that say nothing of such a block."""
-        yield "scan"
+        yield from ("scan", *self.of_the_other_direction())
         if not self.takes_padding_mask():
             yield "padding"
+
+    def of_the_other_direction(self) -> Sequence[str]:
+        """What sees later tokens cannot be read in portions."""
+        return ("both ways",) if self.causal else ("causal", "cached")
 
     def takes_padding_mask(self) -> bool:
         mask = jnp.ones(self.x.shape[:2], bool)
@@ -212,7 +228,7 @@ class _Layer:
             for dtype in (jnp.float32, jnp.bfloat16):
                 given = cast(x, dtype)
                 out = eqx.filter_eval_shape(self.run, cast(self.block, dtype), given)
-                shape, wanted = self.expected(given)
+                shape, wanted = self.expected(given, dtype)
                 if out.shape != shape or out.dtype != wanted:
                     raise _Broken(
                         f"{given.dtype}{list(given.shape)} in, {out.dtype}{list(out.shape)} out "
@@ -257,6 +273,12 @@ class _Layer:
                 what += " (given a key)" * ("key" in options)
                 _compare(after[:, :place], before[:, :place], what, "before")
 
+    def check_both_ways(self) -> None:
+        influence = self.influence()
+        if not influence.min() > NO_INFLUENCE * influence.max():
+            i, j = np.unravel_index(influence.argmin(), influence.shape)
+            raise _Broken(f"the output at position {i} does not depend on the input at {j}.")
+
     def ways_to_call(self) -> Sequence[dict[str, Any]]:
         """Without a key, as in evaluation, and where it takes one with it, as in training."""
         return ({},)
@@ -300,7 +322,7 @@ class _Layer:
             what = f"with {before} places of padding before and {padding - before} after it"
             out = self.compiled(self.block, padded, padding_mask=mask)
             _compare(out[:, inside], whole, what, "without")
-            if self.kind != "layer":
+            if self.kind != "layer" and self.causal:
                 out = self.in_parts(padded, self.cuts(), padding_mask=mask)
                 _compare(out[:, inside], whole, f"cached, {what}", "without")
 
@@ -312,7 +334,8 @@ class _Layer:
             leaves, structure = jax.tree.flatten(params)
             if not leaves:
                 return
-            names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+            paths = jax.tree_util.tree_leaves_with_path(params)
+            names = [path_name(path).removeprefix(_Targets.prefix) for path, _ in paths]
             random = np.random.default_rng(0)
             directions = [jnp.asarray(random.normal(size=leaf.shape)) for leaf in leaves]
             weights = jnp.asarray(
@@ -411,6 +434,7 @@ class _Block(_Layer):
         return jnp.concatenate(outputs, axis=1)
 
     def does_not_apply(self) -> Iterator[str]:
+        yield from self.of_the_other_direction()
         if not self.takes_padding_mask():
             yield "padding"
 
@@ -438,7 +462,7 @@ class _Model(_Block):
         return block(x, **options)
 
     def ways_to_call(self) -> Sequence[dict[str, Any]]:
-        return super().ways_to_call() if isinstance(self.block, GPT) else ({},)
+        return super().ways_to_call() if isinstance(self.block, GPT | _Targets) else ({},)
 
     def capacity(self) -> int:
         return self.block.config.context_length
@@ -451,11 +475,11 @@ class _Model(_Block):
         hidden, cache = block.extend(x, cache, **options)
         return block.logits(hidden), cache
 
-    def expected(self, x: Any) -> tuple[tuple[int, ...], Any]:
-        return (*x.shape, _vocab_size(self.block, x)), jnp.float32
+    def expected(self, x: Any, dtype: Any = jnp.float32) -> tuple[tuple[int, ...], Any]:
+        return (*x.shape, _last_axis(self.block, x)), jnp.float32
 
     def does_not_apply(self) -> Iterator[str]:
-        yield "scan"
+        yield from ("scan", *self.of_the_other_direction())
         if not hasattr(self.block, "extend"):
             yield "cached"
         if not self.takes_padding_mask():
@@ -465,8 +489,8 @@ class _Model(_Block):
         """By the gradients to the rows of the `Embedding`s that ids are looked up in. Every id of
         the sequence stands in it once; and because a table may be the head, too, only the logits
         of ids that do not stand in it are looked at."""
-        ids, vocab = self.x[0], _vocab_size(self.block, self.x)
-        direction = jax.random.normal(jax.random.key(1), (vocab,)).at[ids].set(0)
+        ids, vocab = self.x[0], _vocab_size(self.block)
+        direction = self.direction()
         block = eqx.nn.inference_mode(self.block)
         params, static = eqx.partition(block, eqx.is_inexact_array)
         leaves, structure = jax.tree.flatten(params)
@@ -491,10 +515,108 @@ class _Model(_Block):
         by_row = [jnp.abs(table).sum(-1) for table in jacobian([leaves[i] for i in tables])]
         return np.asarray(sum(rows[:, ids] for rows in by_row))
 
+    def direction(self) -> Any:
+        """What of an output is looked at."""
+        random = jax.random.normal(jax.random.key(1), (_last_axis(self.block, self.x),))
+        return random.at[self.x[0]].set(0)
 
-def _recognise(block: Any, d_model: int | None, seq: int, idle: Sequence[str], seed: int) -> _Layer:
-    """Which of the three it is, found by calling it."""
-    keys = jax.random.split(jax.random.key(seed), 2)
+
+class _Encoder(_Model):
+    """`encoder(ids) -> hidden`."""
+
+    kind = "encoder"
+
+    def expected(self, x: Any, dtype: Any = jnp.float32) -> tuple[tuple[int, ...], Any]:
+        return (*x.shape, self.block.config.d_model), dtype
+
+    def direction(self) -> Any:
+        return jax.random.normal(jax.random.key(1), (self.block.config.d_model,))
+
+
+class _Targets(eqx.Module):
+    """An encoder-decoder as a model of its targets, whose sources are given."""
+
+    model: Seq2Seq
+    source: Any
+    """`[batch, seq]`."""
+    prefix = "model."
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.model.config
+
+    def __call__(self, ids: Any, **options: Any) -> Any:
+        return self.model(self.sources(ids.shape[:-1]), ids, **options)
+
+    def init_cache(self, batch: tuple[int, ...]) -> Any:
+        return self.model.init_cache(self.sources(batch))
+
+    def extend(self, ids: Any, cache: Any, **options: Any) -> Any:
+        return self.model.decoder.extend(ids, cache, **options)
+
+    def logits(self, hidden: Any) -> Any:
+        return self.model.decoder.logits(hidden)
+
+    def sources(self, batch: tuple[int, ...]) -> Any:
+        return jnp.broadcast_to(self.source, (*batch, len(self.source)))
+
+
+class _Seq2Seq(_Model):
+    """`model(source, ids) -> logits`."""
+
+    kind = "encoder-decoder"
+
+    def of_the_other_direction(self) -> Sequence[str]:
+        return ()
+
+    def check_both_ways(self) -> None:
+        source = self.block.source
+        before = self.compiled(self.block, self.x)
+        for place in range(len(source)):
+            other = eqx.tree_at(
+                lambda b: b.source, self.block, source.at[place].set(source[place - 1])
+            )
+            moved = np.abs(self.compiled(other, self.x) - before).max(-1)
+            if not moved.min() > NO_INFLUENCE * np.abs(before).max():
+                _, i = np.unravel_index(moved.argmin(), moved.shape)
+                raise _Broken(
+                    f"the output at position {i} does not depend on the source at {place}."
+                )
+
+    def check_batch(self) -> None:
+        super().check_batch()
+        # Each with a source of its own, of its own length.
+        sources = jnp.stack([jnp.roll(self.block.source, i) for i in range(BATCH)])
+        seq = sources.shape[1]
+        lengths = jnp.maximum(1, seq - jnp.arange(BATCH))
+        mask = jnp.arange(seq) < lengths[:, None]
+        together = _compiled(self.block.model, sources, self.x, source_mask=mask)
+        for row, length in enumerate(lengths.tolist()):
+            alone = _compiled(self.block.model, sources[row, :length], self.x[row])
+            _compare(together[row], alone, f"pair {row} in a batch, its source padded", "alone")
+
+
+def _recognise(
+    block: Any,
+    d_model: int | None,
+    causal: bool | None,
+    seq: int,
+    idle: Sequence[str],
+    seed: int,
+) -> _Layer:
+    """Which of the kinds it is, found by calling it."""
+    if causal is None:
+        both_ways = any(isinstance(module, Bidirectional) for module in _modules(block))
+        causal = isinstance(block, Seq2Seq) or not (both_ways or isinstance(block, Encoder))
+    key = jax.random.key(seed)
+    if isinstance(block, Encoder):
+        return _Encoder(block, *_ids(block, seq, key), idle, causal)
+    if isinstance(block, Seq2Seq):
+        x, other = _ids(block, seq, key)
+        # No token of it in the targets that derivatives are taken for: it may share their table.
+        source = jnp.setdiff1d(jnp.arange(_vocab_size(block)), x[0])[:seq]
+        return _Seq2Seq(_Targets(block, source), x, other, idle, causal)
+    keys = jax.random.split(key, 2)
     widths = [d_model] if d_model else _widths(block)
     said: Exception | None = None
     for width in widths:
@@ -509,18 +631,28 @@ def _recognise(block: Any, d_model: int | None, seq: int, idle: Sequence[str], s
             said = said or error
             continue
         if with_cache:
-            return _Block(block, x, other, idle)
+            return _Block(block, x, other, idle, causal)
         if isinstance(out, tuple):
             raise _Broken("it returns a pair, as attention does, and has no init_cache.")
         if out.shape == x.shape or d_model:
-            return _Layer(block, x, other, idle)
+            return _Layer(block, x, other, idle, causal)
     try:
-        vocab = _vocab_size(block, jnp.zeros((1, 1), jnp.int32))
+        return _Model(block, *_ids(block, seq, key), idle, causal)
+    except _Broken:
+        raise
     except Exception as error:
         what = _say(said or error)
         raise _Broken(
             f"it takes neither [batch, seq, d_model] nor ids: it raised {what}"
         ) from error
+
+
+def _ids(block: Any, seq: int, key: Any) -> tuple[Any, Any]:
+    """Two batches of ids, no id twice in a sequence.
+
+    **Raises:** `_Broken` if the model is too small for that.
+    """
+    vocab = _vocab_size(block)
     context = getattr(getattr(block, "config", None), "context_length", seq)
     seq = min(seq, vocab // 2, context)
     if seq < 4:
@@ -529,10 +661,10 @@ def _recognise(block: Any, d_model: int | None, seq: int, idle: Sequence[str], s
             "this check: it takes 8 and 4."
         )
     x, other = (
-        jnp.stack([jax.random.permutation(k, vocab)[:seq] for k in jax.random.split(key, BATCH)])
-        for key in keys
+        jnp.stack([jax.random.permutation(k, vocab)[:seq] for k in jax.random.split(half, BATCH)])
+        for half in jax.random.split(key)
     )
-    return _Model(block, x, other, idle)
+    return x, other
 
 
 def _widths(block: Any) -> list[int]:
@@ -542,7 +674,18 @@ def _widths(block: Any) -> list[int]:
     return sorted(sizes, reverse=True) or [SMALL.d_model]
 
 
-def _vocab_size(block: Any, ids: Any) -> int:
+def _vocab_size(block: Any) -> int:
+    if isinstance(block, Encoder):
+        return len(block.embedding.weight)
+    if isinstance(block, _Targets):
+        return _vocab_size(block.model)
+    if isinstance(block, Seq2Seq):
+        source = block.decoder if block.shares_embedding else block.encoder
+        return min(len(source.embedding.weight), block.decoder.vocab_size)
+    return _last_axis(block, jnp.zeros((1, 1), jnp.int32))
+
+
+def _last_axis(block: Any, ids: Any) -> int:
     return eqx.filter_eval_shape(block, ids).shape[-1]
 
 

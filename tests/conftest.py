@@ -3,7 +3,9 @@
 import dataclasses
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -108,23 +110,27 @@ VARIANTS = {
 }
 
 
-def tiny_model(**changes) -> GPT:
-    """A tiny model whose every parameter is drawn at random: nothing is zero, so nothing hides.
+def drawn(make: Callable[[Any], Any], scale: float = 1.0) -> Any:
+    """`make(key)`, its every parameter drawn at random: nothing is zero, so nothing hides.
 
     Drawn by NumPy, because to compile a model's own initialisation takes seconds.
     """
-    config = dataclasses.replace(TINY, **changes)
-    skeleton = eqx.filter_eval_shape(GPT, config, VOCAB, key=jax.random.key(0))
+    skeleton = eqx.filter_eval_shape(make, jax.random.key(0))
     random = np.random.default_rng(0)
 
     def draw(leaf):
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
-        return jnp.asarray(
-            random.normal(scale=(leaf.shape or (1,))[-1] ** -0.5, size=leaf.shape), leaf.dtype
-        )
+        std = scale * (leaf.shape or (1,))[-1] ** -0.5
+        return jnp.asarray(random.normal(scale=std, size=leaf.shape), leaf.dtype)
 
     return jax.tree.map(draw, skeleton)
+
+
+def tiny_model(**changes) -> GPT:
+    """A tiny model, drawn."""
+    config = dataclasses.replace(TINY, **changes)
+    return drawn(lambda key: GPT(config, VOCAB, key=key))
 
 
 @pytest.fixture(scope="session", params=list(VARIANTS))

@@ -1,8 +1,7 @@
 """A model as a table: what each part outputs, how many parameters it has, and what it costs."""
 
-import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import equinox as eqx
@@ -12,6 +11,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jaxtyping import PyTree
 
 from gptlite.models.gpt import GPT
+from gptlite.models.seq2seq import Seq2Seq
+from gptlite.models.watch import path_name, watched
 
 
 def count_parameters(model: PyTree) -> int:
@@ -19,35 +20,45 @@ def count_parameters(model: PyTree) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(eqx.filter(model, _is_array)))
 
 
-def flops_per_token(model: GPT) -> tuple[int, int]:
+def flops_per_token(model: Any) -> tuple[int, int]:
     """Floating-point operations a token, forward and for training (forward and backward), at the
     full context: those of the matrix products, two for each multiply-add, as the program does
-    them (attention computes its whole square, masked half included)."""
+    them (attention computes its whole square, masked half included). Of an encoder-decoder, a
+    token of the target, for a source of the same length."""
+    inputs = _inputs(model)
+
+    def loss(model, *inputs):
+        return jnp.mean(model(*inputs))
+
+    forward = eqx.filter_make_jaxpr(lambda model, *inputs: model(*inputs))(model, *inputs)[0]
+    training = eqx.filter_make_jaxpr(eqx.filter_grad(loss))(model, *inputs)[0]
     context = model.config.context_length
-    ids = jax.ShapeDtypeStruct((context,), jnp.int32)
-
-    def loss(model, ids):
-        return jnp.mean(model(ids))
-
-    forward = eqx.filter_make_jaxpr(lambda model, ids: model(ids))(model, ids)[0]
-    training = eqx.filter_make_jaxpr(eqx.filter_grad(loss))(model, ids)[0]
     return _product_flops(forward.jaxpr) // context, _product_flops(training.jaxpr) // context
 
 
-def activation_bytes(model: GPT, batch_size: int) -> int:
+def activation_bytes(model: Any, batch_size: int) -> int:
     """What the forward pass of a batch at the full context keeps for the backward pass, before
     the compiler finds what can do without."""
-    ids = jax.ShapeDtypeStruct((batch_size, model.config.context_length), jnp.int32)
+    inputs = _inputs(model, batch_size)
     params, static = eqx.partition(model, _is_array)
     residuals = jax.eval_shape(
-        lambda params, ids: jax.vjp(lambda p: eqx.combine(p, static)(ids), params)[1], params, ids
+        lambda params, *inputs: jax.vjp(lambda p: eqx.combine(p, static)(*inputs), params)[1],
+        params,
+        *inputs,
     )
     kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(residuals))
     return max(0, kept - 4 * count_parameters(model))
 
 
-def summary(model: GPT, *, batch_size: int = 1) -> str:
-    """The table, with totals below it.
+def _inputs(model: Any, *batch: int) -> list[jax.ShapeDtypeStruct]:
+    """Ids as `model` takes them, at the full context: an encoder-decoder two of them."""
+    ids = jax.ShapeDtypeStruct((*batch, model.config.context_length), jnp.int32)
+    return [ids, ids] if isinstance(model, Seq2Seq) else [ids]
+
+
+def summary(model: Any, *, batch_size: int = 1) -> str:
+    """The table, with totals below it, of a `GPT`, an `Encoder`, a `Seq2Seq`, or any model from ids
+    that has a `config`.
 
     One line for each module that holds parameters. Memory is an estimate for training in float32
     on batches of `batch_size`: parameters, gradients, Adam's two moments, activations.
@@ -58,8 +69,9 @@ def summary(model: GPT, *, batch_size: int = 1) -> str:
         count = count_parameters(module)
         label = f"{name} (x {layers})" if layers > 1 else name
         rows.append((label, shape, f"{count:,}", f"{count / total:.1%}"))
-    if model.head is None:
-        rows.append(("head (the embedding's weight)", f"[seq, {model.vocab_size}]", "0", "0.0%"))
+    decoder = model.decoder if isinstance(model, Seq2Seq) else model
+    if isinstance(decoder, GPT) and decoder.head is None:
+        rows.append(("head (the embedding's weight)", f"[seq, {decoder.vocab_size}]", "0", "0.0%"))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     lines = [
         f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}"
@@ -83,48 +95,24 @@ def summary(model: GPT, *, batch_size: int = 1) -> str:
     )
 
 
-def _modules(model: GPT) -> list[tuple[str, int, Any, str]]:
+def _modules(model: Any) -> list[tuple[str, int, Any, str]]:
     """Name, number of layers, module and output shape of each module that holds arrays itself."""
-    found: list[tuple[str, Any]] = []
     shapes: dict[str, str] = {}
 
-    def watch(path, node):
-        if not _holds_arrays(node):
-            return node
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        found.append((name, node))
-        return _Watched(node, functools.partial(shapes.__setitem__, name))
-
-    watched = jax.tree_util.tree_map_with_path(watch, model, is_leaf=_holds_arrays)
-    ids = jax.ShapeDtypeStruct((1, model.config.context_length), jnp.int32)
-
-    def read(watched, ids):
-        # With a cache, because there query, key and value are layers of their own.
-        hidden, _ = watched.extend(ids, model.init_cache((1,)))
-        return watched.logits(hidden)
-
-    shapes["head"] = _shape(eqx.filter_eval_shape(read, watched, ids))
-    layers = model.config.n_layers
-    return [
-        (name, layers if name.startswith("stack.") else 1, node, shapes.get(name, "-"))
-        for name, node in found
-    ]
-
-
-class _Watched(eqx.Module):
-    """Stands in for a module and notes the shape of what comes out of it."""
-
-    inner: Any
-    note: Callable[[str], None] = eqx.field(static=True)
-
-    def __call__(self, *args, **kwargs):
-        out = self.inner(*args, **kwargs)
+    def see(name, module, arguments, options, out):
         # (Of a block, the output comes with its cache.)
-        self.note(_shape(out[0] if isinstance(out, tuple) else out))
-        return out
+        shapes[name] = _shape(out[0] if isinstance(out, tuple) else out)
 
-    def __getattr__(self, attribute: str) -> Any:
-        return getattr(self.inner, attribute)
+    out = eqx.filter_eval_shape(watched(model, _holds_arrays, see), *_inputs(model, 1))
+    found = jax.tree_util.tree_leaves_with_path(model, is_leaf=_holds_arrays)
+    modules = [(path_name(path), node) for path, node in found if _holds_arrays(node)]
+    layers = model.config.n_layers
+    # A head is not called: only its weight is read.
+    shapes |= {name: _shape(out) for name, _ in modules if name.endswith("head")}
+    return [
+        (name, layers if "stack." in name else 1, node, shapes.get(name, "-"))
+        for name, node in modules
+    ]
 
 
 def _shape(x: Any) -> str:

@@ -1,11 +1,13 @@
 """The blocks, each from `[*batch, seq, d_model]` to the same shape, knowing no neighbour."""
 
-from gptlite.nn.attention import Attention, ValueResidual, attend
+from gptlite.nn.attention import Attention, CrossAttention, Memory, ValueResidual
 from gptlite.nn.block import Block, ParallelBlock, PostNormBlock, SandwichBlock
 from gptlite.nn.cache import Cache, LayerCache
+from gptlite.nn.decoder_block import DecoderBlock, DecoderCache, PostNormDecoderBlock
+from gptlite.nn.dot_product import attend, attention_weights
 from gptlite.nn.embedding import Embedding
 from gptlite.nn.linear import Linear
-from gptlite.nn.masks import Causal, SlidingWindow
+from gptlite.nn.masks import Bidirectional, Causal, SlidingWindow
 from gptlite.nn.mlp import MLP, GatedMLP, MoE
 from gptlite.nn.norms import DyT, LayerNorm, RMSNorm
 from gptlite.nn.positions import ALiBi, Learned, NoPositions, RelativeBias, Rotary, Sinusoidal
@@ -16,9 +18,13 @@ __all__ = [
     "MLP",
     "ALiBi",
     "Attention",
+    "Bidirectional",
     "Block",
     "Cache",
     "Causal",
+    "CrossAttention",
+    "DecoderBlock",
+    "DecoderCache",
     "DyT",
     "Embedding",
     "GatedMLP",
@@ -27,10 +33,12 @@ __all__ = [
     "Layers",
     "Learned",
     "Linear",
+    "Memory",
     "MoE",
     "NoPositions",
     "ParallelBlock",
     "PostNormBlock",
+    "PostNormDecoderBlock",
     "RMSNorm",
     "RelativeBias",
     "Rotary",
@@ -41,4 +49,5 @@ __all__ = [
     "Stack",
     "ValueResidual",
     "attend",
+    "attention_weights",
 ]

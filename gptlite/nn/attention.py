@@ -1,139 +1,24 @@
-"""Causal attention: the one function that computes it, and the multi-head layer around it."""
+"""Multi-head attention, to a sequence itself and to another."""
 
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from gptlite.nn.cache import LayerCache
+from gptlite.nn.dot_product import CAUSAL, KeyRows, QueryRows, attend, attention_weights
 from gptlite.nn.linear import Linear, project
-from gptlite.nn.masks import Causal, SlidingWindow
+from gptlite.nn.masks import Bidirectional, Mask
 from gptlite.nn.norms import RMSNorm
 from gptlite.nn.positions import ALiBi, NoPositions, Offset, RelativeBias, Rotary
-from gptlite.nn.precision import wide_dtype
-from gptlite.nn.product import product
 
-# All heads of all sequences, one below the other: rows = batch x heads. One leading axis, because
-# with two XLA's CPU compiler copies a cache that the next line only reads.
-Rows = Float[Array, "rows seq d_head"]
-QueryRows = Float[Array, "query_rows queries d_head"]
-
-CAUSAL = Causal()
-
-
-def attend(
-    query: QueryRows,
-    key: Float[Array, "rows keys d_head"],
-    value: Float[Array, "rows keys d_head"],
-    offset: Offset = 0,
-    *,
-    mask: Causal | SlidingWindow = CAUSAL,
-    score_bias: ALiBi | RelativeBias | None = None,
-    padding_mask: Bool[Array, "rows keys"] | None = None,
-    dropout: eqx.nn.Dropout | None = None,
-    dropout_key: PRNGKeyArray | None = None,
-) -> QueryRows:
-    """`softmax(Q Kᵀ / sqrt(d_head) + bias) V`, where query i, at position `offset + i`, sees the
-    keys that `mask` says (Vaswani et al., 2017, eq. 1).
-
-    The same for a whole sequence (`offset` 0) and for the next tokens after `offset` cached ones:
-    what a cache holds beyond them is in nobody's sight. There may be several rows of queries for
-    each row of keys, in order. `padding_mask` is False where there is no token; a query that sees
-    none gives zeros. `dropout` acts on the weights.
-    """
-    plainly = dropout_key is not None or score_bias is not None or padding_mask is not None
-    if jax.default_backend() == "gpu" and not plainly:
-        return attend_fused(query, key, value, offset, mask=mask)
-    return attend_plain(
-        query,
-        key,
-        value,
-        offset,
-        mask=mask,
-        score_bias=score_bias,
-        padding_mask=padding_mask,
-        dropout=dropout,
-        dropout_key=dropout_key,
-    )
-
-
-def attend_plain(
-    query: QueryRows,
-    key: Float[Array, "rows keys d_head"],
-    value: Float[Array, "rows keys d_head"],
-    offset: Offset = 0,
-    *,
-    mask: Causal | SlidingWindow = CAUSAL,
-    score_bias: ALiBi | RelativeBias | None = None,
-    padding_mask: Bool[Array, "rows keys"] | None = None,
-    dropout: eqx.nn.Dropout | None = None,
-    dropout_key: PRNGKeyArray | None = None,
-) -> QueryRows:
-    """`attend`, written out."""
-    shape, wide = query.shape, wide_dtype(query.dtype)
-    queries, keys = shape[1], key.shape[1]
-    # Queries that share keys one below the other, as if they were one longer sequence.
-    group = len(query) // len(key)
-    query = query.reshape(len(key), group * queries, shape[2])
-    scores = product(query, key) / math.sqrt(shape[2])
-    if score_bias is not None:
-        bias = score_bias(queries, keys, offset).astype(wide)
-        scores = (scores.reshape(-1, *bias.shape) + bias).reshape(scores.shape)
-    seen = mask(queries, keys, offset)
-    if group > 1:
-        seen = jnp.tile(seen, (group, 1))
-    if padding_mask is not None:
-        seen = seen & padding_mask[:, None]
-    scores = jnp.where(seen, scores, jnp.finfo(wide).min)
-    weights = jnp.exp(scores - lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
-    if padding_mask is not None:
-        weights = jnp.where(seen, weights, 0)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    if padding_mask is not None:
-        total = jnp.where(total > 0, total, 1)
-    if dropout is not None:
-        weights = dropout(weights, key=dropout_key, inference=dropout_key is None)
-    # The sum divides the product with V, d_head numbers a query in place of one a key. But for a
-    # single query, XLA's CPU compiler would divide anew for every output of the layer that follows.
-    single = queries == 1
-    weights = (weights / total if single else weights).astype(value.dtype)
-    out = product(weights, jnp.swapaxes(value, -1, -2))
-    return (out if single else out / total).astype(value.dtype).reshape(shape)
-
-
-def attend_fused(
-    query: QueryRows,
-    key: Float[Array, "rows keys d_head"],
-    value: Float[Array, "rows keys d_head"],
-    offset: Offset = 0,
-    *,
-    mask: Causal | SlidingWindow = CAUSAL,
-) -> QueryRows:
-    """`attend` through `jax.nn.dot_product_attention`, which on a GPU, for whole sequences in half
-    precision and heads that fit it, is cuDNN's flash attention."""
-    queries, keys, d_head = query.shape[1], key.shape[1], query.shape[2]
-    whole = isinstance(offset, int) and offset == 0 and queries == keys
-    half = query.dtype in (jnp.float16, jnp.bfloat16) and d_head % 8 == 0 and d_head <= 128
-    flash = whole and half and jax.default_backend() == "gpu"
-    window = mask.window - 1 if isinstance(mask, SlidingWindow) else None
-    # It wants [batch, seq, heads, d_head]; a row of keys is a batch element with one head.
-    grouped = query.reshape(len(key), len(query) // len(key), queries, d_head)
-    out = jax.nn.dot_product_attention(
-        jnp.swapaxes(grouped, 1, 2),
-        key[:, :, None],
-        value[:, :, None],
-        mask=None if whole else mask(queries, keys, offset)[None, None],
-        is_causal=whole,
-        local_window_size=(window, 0) if whole and window is not None else None,
-        implementation="cudnn" if flash else "xla",
-    )
-    return jnp.swapaxes(out, 1, 2).reshape(query.shape)
+EVERYWHERE = Bidirectional()
 
 
 class ValueResidual(eqx.Module):
@@ -156,32 +41,14 @@ class ValueResidual(eqx.Module):
         return self.weight[0] * values + self.weight[1] * first
 
 
-class Attention(eqx.Module):
-    """Multi-head causal self-attention (Vaswani et al., 2017, section 3.2.2), made of parts.
-
-    - `positions`, on queries and keys (rotary), or `score_bias` (ALiBi, relative).
-    - `mask`: what a query sees.
-    - `n_kv_heads` below `n_heads`: grouped-query attention, where several heads of queries share
-      one of keys and values, which shrinks the cache by as much (Ainslie et al., 2023); with a
-      single one, multi-query attention (Shazeer, 2019).
-    - `qk_norm`: queries and keys RMS-normalised first, which bounds the scores (QK-norm: Henry et
-      al., 2020; Dehghani et al., 2023).
-    - `value_residual`: see `ValueResidual`.
-
-    Measured: one head of keys and values for two of queries, against two, no difference found
-    (+0.002 ± 0.014); two for four, against four, no difference found (+0.002 ± 0.011); without QK-
-    norm no difference found (-0.000 ± 0.008) (benchmarks/blocks.md).
-    """
+class MultiHead(eqx.Module):
+    """What self-attention and cross-attention have in common: the four matrices, and heads."""
 
     query: Linear
     key: Linear
     value: Linear
     output: Linear
     qk_norm: RMSNorm | None
-    positions: Rotary | NoPositions
-    score_bias: ALiBi | RelativeBias | None
-    mask: Causal | SlidingWindow
-    value_residual: ValueResidual | None
     dropout: eqx.nn.Dropout
     n_heads: int = eqx.field(static=True)
     n_kv_heads: int = eqx.field(static=True)
@@ -193,11 +60,7 @@ class Attention(eqx.Module):
         n_heads: int,
         *,
         n_kv_heads: int | None = None,
-        positions: Rotary | NoPositions,
-        score_bias: ALiBi | RelativeBias | None = None,
-        mask: Causal | SlidingWindow = CAUSAL,
         qk_norm: bool = False,
-        value_residual: bool = False,
         dropout: float = 0.0,
         std: float,
         output_std: float,
@@ -224,14 +87,81 @@ class Attention(eqx.Module):
         self.value = Linear(d_model, n_kv_heads * d_head, std=std, bias=bias, key=keys[2])
         self.output = Linear(d_model, d_model, std=output_std, bias=bias, key=keys[3])
         self.qk_norm = RMSNorm(d_head, use_weight=False) if qk_norm else None
-        self.positions = positions
-        self.score_bias = score_bias
-        self.mask = mask
-        self.value_residual = ValueResidual() if value_residual else None
         self.dropout = eqx.nn.Dropout(dropout)
         self.n_heads = n_heads
         self.n_kv_heads = n_kv_heads
         self.d_head = d_head
+
+    def _split(
+        self, projected: Float[Array, "*batch seq d"], *, normalised: bool
+    ) -> Float[Array, "rows seq d_head"]:
+        """Heads as rows; those of queries and keys are normalised, where there is a norm."""
+        *batch, seq, d = projected.shape
+        heads = d // self.d_head
+        x = jnp.swapaxes(projected.reshape(*batch, seq, heads, self.d_head), -2, -3)
+        x = x.reshape(math.prod(batch) * heads, seq, self.d_head)
+        return self.qk_norm(x) if normalised and self.qk_norm is not None else x
+
+    def _join(
+        self, heads: QueryRows, x: Float[Array, "*batch seq d_model"]
+    ) -> Float[Array, "*batch seq d_model"]:
+        """The output for `x` of what its heads have found."""
+        *batch, seq, _ = x.shape
+        out = jnp.swapaxes(heads.reshape(*batch, self.n_heads, seq, self.d_head), -2, -3)
+        return self.output(out.reshape(*batch, seq, self.n_heads * self.d_head))
+
+    def _per_head(
+        self, weights: Float[Array, "rows seq keys"], x: Float[Array, "*batch seq d_model"]
+    ) -> Float[Array, "*batch heads seq keys"]:
+        return weights.reshape(*x.shape[:-2], self.n_heads, *weights.shape[1:])
+
+    def _mask_rows(
+        self, mask: Bool[Array, "*batch keys"] | None
+    ) -> Bool[Array, "rows keys"] | None:
+        if mask is None:
+            return None
+        return jnp.repeat(mask.reshape(-1, mask.shape[-1]), self.n_kv_heads, axis=0)
+
+
+class Attention(MultiHead):
+    """Multi-head self-attention (Vaswani et al., 2017, section 3.2.2), made of parts.
+
+    - `positions`, on queries and keys (rotary), or `score_bias` (ALiBi, relative).
+    - `mask`: what a query sees.
+    - `n_kv_heads` below `n_heads`: grouped-query attention, where several heads of queries share
+      one of keys and values, which shrinks the cache by as much (Ainslie et al., 2023); with a
+      single one, multi-query attention (Shazeer, 2019).
+    - `qk_norm`: queries and keys RMS-normalised first, which bounds the scores (QK-norm: Henry et
+      al., 2020; Dehghani et al., 2023).
+    - `value_residual`: see `ValueResidual`.
+
+    Measured: one head of keys and values for two of queries, against two, no difference found
+    (+0.002 ± 0.014); two for four, against four, no difference found (+0.002 ± 0.011); without QK-
+    norm no difference found (-0.000 ± 0.008) (benchmarks/blocks.md).
+    """
+
+    positions: Rotary | NoPositions
+    score_bias: ALiBi | RelativeBias | None
+    mask: Mask
+    value_residual: ValueResidual | None
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        *,
+        positions: Rotary | NoPositions,
+        score_bias: ALiBi | RelativeBias | None = None,
+        mask: Mask = CAUSAL,
+        value_residual: bool = False,
+        **options: Any,
+    ):
+        """`options`: those of `MultiHead`."""
+        super().__init__(d_model, n_heads, **options)
+        self.positions = positions
+        self.score_bias = score_bias
+        self.mask = mask
+        self.value_residual = ValueResidual() if value_residual else None
 
     def init_cache(self, batch: int, capacity: int, dtype: DTypeLike) -> LayerCache:
         """An empty cache for `batch` sequences, their leading axes in one."""
@@ -262,19 +192,7 @@ class Attention(eqx.Module):
         - `first_values`: for a value residual.
         - `key`: switches dropout on.
         """
-        q, k, v = self._project(x, cached=cache is not None)
-        if self.value_residual is not None and first_values is not None:
-            v = self.value_residual(v, first_values).astype(x.dtype)
-        q, k, v = (_split_heads(y, self.d_head) for y in (q, k, v))
-        if self.qk_norm is not None:
-            q, k = self.qk_norm(q), self.qk_norm(k)
-        q, k = self.positions(q, offset), self.positions(k, offset)
-        if cache is not None:
-            cache = cache.write(k, v, offset)
-            k, v = cache.keys, cache.values
-        if padding_mask is not None:
-            padding_mask = padding_mask.reshape(-1, k.shape[1])
-            padding_mask = jnp.repeat(padding_mask, self.n_kv_heads, axis=0)
+        q, k, v, cache = self._heads(x, cache, offset, first_values)
         out = attend(
             q,
             k,
@@ -282,13 +200,52 @@ class Attention(eqx.Module):
             offset,
             mask=self.mask,
             score_bias=self.score_bias,
-            padding_mask=padding_mask,
+            padding_mask=self._mask_rows(padding_mask),
             dropout=self.dropout,
             dropout_key=key if self.dropout.p > 0 else None,
         )
-        *batch, seq, _ = x.shape
-        out = jnp.swapaxes(out.reshape(*batch, self.n_heads, seq, self.d_head), -2, -3)
-        return self.output(out.reshape(*batch, seq, self.n_heads * self.d_head)), cache
+        return self._join(out, x), cache
+
+    def weights(
+        self,
+        x: Float[Array, "*batch seq d_model"],
+        cache: LayerCache | None = None,
+        offset: Offset = 0,
+        *,
+        padding_mask: Bool[Array, "*batch keys"] | None = None,
+        **others: Any,
+    ) -> Float[Array, "*batch heads seq keys"]:
+        """How much each query takes of each key, from what a call takes: the softmax inside it,
+        without dropout."""
+        q, k, _, _ = self._heads(x, cache, offset, None)
+        weights = attention_weights(
+            q,
+            k,
+            offset,
+            mask=self.mask,
+            score_bias=self.score_bias,
+            padding_mask=self._mask_rows(padding_mask),
+        )
+        return self._per_head(weights, x)
+
+    def _heads(
+        self,
+        x: Float[Array, "*batch seq d_model"],
+        cache: LayerCache | None,
+        offset: Offset,
+        first_values: Float[Array, "*batch seq d"] | None,
+    ) -> tuple[QueryRows, KeyRows, KeyRows, LayerCache | None]:
+        """Queries, and the keys and values that they may look at."""
+        q, k, v = self._project(x, cached=cache is not None)
+        if self.value_residual is not None and first_values is not None:
+            v = self.value_residual(v, first_values).astype(x.dtype)
+        q = self.positions(self._split(q, normalised=True), offset)
+        k = self.positions(self._split(k, normalised=True), offset)
+        v = self._split(v, normalised=False)
+        if cache is not None:
+            cache = cache.write(k, v, offset)
+            k, v = cache.keys, cache.values
+        return q, k, v, cache
 
     def _project(
         self, x: Float[Array, "*batch seq d_model"], cached: bool
@@ -307,7 +264,63 @@ class Attention(eqx.Module):
         return jnp.split(y.astype(x.dtype), list(ends), axis=-1)
 
 
-def _split_heads(x: Float[Array, "*batch seq d"], d_head: int) -> Rows:
-    *batch, seq, d = x.shape
-    x = jnp.swapaxes(x.reshape(*batch, seq, d // d_head, d_head), -2, -3)
-    return x.reshape(math.prod(batch) * (d // d_head), seq, d_head)
+class Memory(eqx.Module):
+    """What a layer of a decoder remembers of an encoder's output: keys and values."""
+
+    keys: KeyRows
+    values: KeyRows
+    mask: Bool[Array, "rows keys"] | None
+    """False where there is no token."""
+
+
+class CrossAttention(MultiHead):
+    """Multi-head attention from a decoder's places to an encoder's output (Vaswani et al., 2017,
+    section 3.2.3)."""
+
+    def __init__(self, d_model: int, n_heads: int, **options: Any):
+        """`options`: those of `MultiHead`."""
+        super().__init__(d_model, n_heads, **options)
+
+    def read(
+        self,
+        memory: Float[Array, "*batch keys d_model"],
+        padding_mask: Bool[Array, "*batch keys"] | None = None,
+    ) -> Memory:
+        """Keys and values of an encoder's output, which are the same at every call.
+        `padding_mask` is False where there is no token."""
+        return Memory(
+            keys=self._split(self.key(memory), normalised=True),
+            values=self._split(self.value(memory), normalised=False),
+            mask=self._mask_rows(padding_mask),
+        )
+
+    def __call__(
+        self,
+        x: Float[Array, "*batch seq d_model"],
+        memory: Memory,
+        *,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "*batch seq d_model"]:
+        """`key` switches dropout on."""
+        out = attend(
+            self._queries(x),
+            memory.keys,
+            memory.values,
+            mask=EVERYWHERE,
+            padding_mask=memory.mask,
+            dropout=self.dropout,
+            dropout_key=key if self.dropout.p > 0 else None,
+        )
+        return self._join(out, x)
+
+    def weights(
+        self, x: Float[Array, "*batch seq d_model"], memory: Memory, **others: Any
+    ) -> Float[Array, "*batch heads seq keys"]:
+        """As `Attention.weights`."""
+        weights = attention_weights(
+            self._queries(x), memory.keys, mask=EVERYWHERE, padding_mask=memory.mask
+        )
+        return self._per_head(weights, x)
+
+    def _queries(self, x: Float[Array, "*batch seq d_model"]) -> QueryRows:
+        return self._split(self.query(x), normalised=True)

@@ -3,6 +3,8 @@
 from typing import Any
 
 import equinox as eqx
+import jax
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -27,6 +29,13 @@ class LayerCache(eqx.Module):
             keys=lax.dynamic_update_slice_in_dim(self.keys, keys, offset, axis=-2),
             values=lax.dynamic_update_slice_in_dim(self.values, values, offset, axis=-2),
         )
+
+    def take(self, sequences: Int[Array, " batch"]) -> "LayerCache":
+        """As many sequences as there are, those at the places `sequences`."""
+        heads = self.keys.shape[-3] // len(sequences)
+        rows = (sequences[:, None] * heads + jnp.arange(heads)).reshape(-1)
+        # (Stacked for a scan, a cache has an axis of layers before its rows.)
+        return jax.tree.map(lambda x: jnp.take(x, rows, axis=-3), self)
 
 
 class Cache(eqx.Module):

@@ -3,19 +3,55 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 
 class Embedding(eqx.Module):
-    """Row `id` of `weight`, for any array of ids (`eqx.nn.Embedding` takes a single one); zeros for
-    a negative id, which stands for no token."""
+    """`scale` times row `id` of `weight`, for any array of ids (`eqx.nn.Embedding` takes a single
+    one); zeros for a negative id, which stands for no token.
+
+    Vaswani et al., 2017, section 3.4, scale by sqrt(d).
+    """
 
     weight: Float[Array, "vocab d"]
+    scale: float = eqx.field(static=True)
+    frozen: bool = eqx.field(static=True)
 
-    def __init__(self, vocab_size: int, d: int, *, std: float, key: PRNGKeyArray):
-        """`std`: standard deviation of the normal that the weight is drawn from (0 for zeros)."""
+    def __init__(
+        self,
+        vocab_size: int,
+        d: int,
+        *,
+        std: float = 1.0,
+        scale: float = 1.0,
+        vectors: Float[Array, "vocab d"] | None = None,
+        frozen: bool = False,
+        key: PRNGKeyArray,
+    ):
+        """**Arguments:**
+
+        - `std`: standard deviation of the normal that the weight is drawn from (0 for zeros).
+        - `vectors`: what the weight starts from instead.
+        - `frozen`: whether it stays that in training.
+
+        **Raises:** `ValueError` if `vectors` are not `[vocab_size, d]`.
+        """
         shape = (vocab_size, d)
-        self.weight = std * jax.random.normal(key, shape) if std else jnp.zeros(shape)
+        if vectors is not None:
+            if vectors.shape != shape:
+                raise ValueError(f"vectors must be {list(shape)}, got {list(vectors.shape)}.")
+            self.weight = vectors
+        else:
+            self.weight = std * jax.random.normal(key, shape) if std else jnp.zeros(shape)
+        self.scale = scale
+        self.frozen = frozen
+
+    @property
+    def table(self) -> Float[Array, "vocab d"]:
+        """The weight for all who read it: a frozen one has no gradient."""
+        return lax.stop_gradient(self.weight) if self.frozen else self.weight
 
     def __call__(self, ids: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
-        return jnp.where(ids[..., None] >= 0, self.weight[ids], 0)
+        rows = jnp.where(ids[..., None] >= 0, self.table[ids], 0)
+        return rows if self.scale == 1.0 else rows * self.scale

@@ -27,3 +27,13 @@ class SlidingWindow(eqx.Module):
     def __call__(self, queries: int, keys: int, offset: Offset) -> Bool[Array, "queries keys"]:
         key, query = jnp.arange(keys), positions(queries, offset)[:, None]
         return (key <= query) & (key > query - self.window)
+
+
+class Bidirectional(eqx.Module):
+    """All: for encoders (Vaswani et al., 2017, section 3.2.3)."""
+
+    def __call__(self, queries: int, keys: int, offset: Offset) -> Bool[Array, "queries keys"]:
+        return jnp.ones((queries, keys), bool)
+
+
+Mask = Causal | SlidingWindow | Bidirectional

@@ -107,13 +107,14 @@ class ALiBi(eqx.Module):
         self, queries: int, keys: int, offset: Offset
     ) -> Float[Array, "heads queries keys"]:
         slope = 2.0 ** (-8.0 * jnp.arange(1, self.n_heads + 1) / self.n_heads)
-        return -slope[:, None, None] * _distance(queries, keys, offset)
+        return -slope[:, None, None] * jnp.abs(_distance(queries, keys, offset))
 
 
 class RelativeBias(eqx.Module):
     """Adds a trained number for the head and the key's distance: one for each distance below half
     of the buckets; farther ones share, in buckets that grow to `farthest`, and one for all beyond
-    (Raffel et al., 2020, section 2.1, for keys that are not later than the query).
+    (Raffel et al., 2020, section 2.1). With `both_ways`, for encoders, later keys have one half of
+    the buckets, and earlier ones the other.
 
     Raffel et al. share the table between layers; here each layer has its own.
 
@@ -122,20 +123,33 @@ class RelativeBias(eqx.Module):
 
     table: Embedding
     farthest: int = eqx.field(static=True)
+    both_ways: bool = eqx.field(static=True)
 
-    def __init__(self, n_heads: int, *, buckets: int = 32, farthest: int = 128, key: PRNGKeyArray):
+    def __init__(
+        self,
+        n_heads: int,
+        *,
+        buckets: int = 32,
+        farthest: int = 128,
+        both_ways: bool = False,
+        key: PRNGKeyArray,
+    ):
         self.table = Embedding(buckets, n_heads, std=0.02, key=key)
         self.farthest = farthest
+        self.both_ways = both_ways
 
     def __call__(
         self, queries: int, keys: int, offset: Offset
     ) -> Float[Array, "heads queries keys"]:
-        buckets = len(self.table.weight)
+        distance = _distance(queries, keys, offset)
+        buckets = len(self.table.weight) // (2 if self.both_ways else 1)
         near = buckets // 2
-        back = jnp.maximum(_distance(queries, keys, offset), 0)
+        back = jnp.abs(distance) if self.both_ways else jnp.maximum(distance, 0)
         ratio = jnp.log(jnp.maximum(back, near) / near) / math.log(self.farthest / near)
         far = near + (ratio * (buckets - near)).astype(back.dtype)
         bucket = jnp.where(back < near, back, jnp.minimum(far, buckets - 1))
+        if self.both_ways:
+            bucket += jnp.where(distance < 0, buckets, 0)
         return jnp.moveaxis(self.table(bucket), -1, 0)
 
 

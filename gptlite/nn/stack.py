@@ -24,9 +24,10 @@ class Layers(eqx.Module):
         """The first block."""
         return self.blocks[0]
 
-    def init_cache(self, batch: int, capacity: int, dtype: DTypeLike) -> PyTree:
-        """An empty cache for every layer: see `Attention.init_cache`."""
-        return tuple(block.init_cache(batch, capacity, dtype) for block in self.blocks)
+    def init_cache(self, batch: int, capacity: int, dtype: DTypeLike, **shared: Any) -> PyTree:
+        """An empty cache for every layer, each of which is given `shared`: see
+        `Attention.init_cache`."""
+        return tuple(block.init_cache(batch, capacity, dtype, **shared) for block in self.blocks)
 
     def __call__(
         self,
@@ -89,9 +90,9 @@ class Stack(eqx.Module):
         """The first block."""
         return jax.tree.map(lambda x: x[0] if eqx.is_array(x) else x, self.blocks)
 
-    def init_cache(self, batch: int, capacity: int, dtype: DTypeLike) -> PyTree:
-        """An empty cache for every layer: stacked for a scan, else a tuple."""
-        caches = self.unstack().init_cache(batch, capacity, dtype)
+    def init_cache(self, batch: int, capacity: int, dtype: DTypeLike, **shared: Any) -> PyTree:
+        """As for `Layers`: stacked for a scan, else a tuple."""
+        caches = self.unstack().init_cache(batch, capacity, dtype, **shared)
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *caches) if self.scan else caches
 
     def __call__(

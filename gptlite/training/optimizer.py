@@ -11,7 +11,6 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, PyTree
 
 from gptlite.config import OptimizerConfig
-from gptlite.models.gpt import GPT
 from gptlite.nn.embedding import Embedding
 from gptlite.nn.stack import Stack
 from gptlite.training.muon import scale_by_orthogonalization
@@ -31,6 +30,8 @@ def make_schedule(config: OptimizerConfig, steps: int) -> Callable[[ArrayLike], 
         after = optax.linear_schedule(1.0, final, rest)
     elif config.schedule == "constant":
         after = optax.constant_schedule(1.0)
+    elif config.schedule == "noam":
+        after = functools.partial(_inverse_sqrt, warmup + 1)
     else:
         decay = max(1, round(config.decay_fraction * steps))
         after = optax.linear_schedule(1.0, final, decay, transition_begin=max(0, rest - decay))
@@ -41,20 +42,29 @@ def make_schedule(config: OptimizerConfig, steps: int) -> Callable[[ArrayLike], 
     return lambda step: jnp.asarray(after(step), jnp.float32)
 
 
+def _inverse_sqrt(peak: int, step: ArrayLike) -> Array:
+    """Falls with the root of the number of steps, from 1 at `peak` steps, where `step` is 0."""
+    return jnp.sqrt(peak / (peak + jnp.asarray(step)))
+
+
 def make_optimizer(
-    config: OptimizerConfig, steps: int, model: GPT, axis_name: str | None = None
+    config: OptimizerConfig, steps: int, model: eqx.Module, axis_name: str | None = None
 ) -> optax.GradientTransformation:
     """The optimizer of a run of `steps` steps on `model`'s parameters.
 
     muon: Jordan et al., 2024, on the matrices of the blocks; AdamW (Loshchilov and Hutter, 2019)
     on what else there is. Weight decay falls on matrices and embeddings, not on gains and biases.
+    (A frozen embedding's gradient is zero, and so is what Adam makes of it.)
     With `axis_name`, it is to run inside a `shard_map` over that axis, whose devices then share
     Muon's work.
     """
     schedule = make_schedule(config, steps)
     params = eqx.filter(model, eqx.is_inexact_array)
     in_stack, in_table = inside(params, Stack), inside(params, Embedding)
-    decayed = jax.tree.map(lambda p, stacked: p.ndim - stacked >= 2, params, in_stack)
+    frozen = _frozen(params)
+    decayed = jax.tree.map(
+        lambda p, stacked, still: p.ndim - stacked >= 2 and not still, params, in_stack, frozen
+    )
     if config.name == "adamw":
         optimizer = optax.adamw(
             lambda step: config.learning_rate * schedule(step),
@@ -91,7 +101,7 @@ def make_optimizer(
                 "decay True": adam(weight_decay=config.weight_decay),
                 "decay False": adam(weight_decay=0.0),
             },
-            # A function, because optax would call the tree: it is a GPT, and those are callable.
+            # A function, because optax would call the tree: it is a model, and those are callable.
             lambda _: kinds,
         )
     if config.clip_norm is not None:
@@ -106,4 +116,17 @@ def inside(params: PyTree, kind: type | tuple[type, ...]) -> PyTree:
         lambda node: jax.tree.map(lambda _: isinstance(node, kind), node),
         params,
         is_leaf=lambda node: isinstance(node, kind),
+    )
+
+
+def _frozen(params: PyTree) -> PyTree:
+    """For each parameter, whether it is in an embedding that is not trained."""
+
+    def is_table(node):
+        return isinstance(node, Embedding)
+
+    return jax.tree.map(
+        lambda node: jax.tree.map(lambda _: is_table(node) and node.frozen, node),
+        params,
+        is_leaf=is_table,
     )

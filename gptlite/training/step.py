@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, Shaped
 
 from gptlite.config import TrainingConfig
-from gptlite.models.gpt import GPT
 from gptlite.training.loss import window_losses
 
 T = TypeVar("T")
@@ -21,7 +20,7 @@ T = TypeVar("T")
 class TrainState(eqx.Module):
     """All that changes while training, and all that going on with a run needs."""
 
-    model: GPT
+    model: Any
     optimizer_state: Any
     step: Int[Array, ""]
 
@@ -35,10 +34,13 @@ class StepMetrics(eqx.Module):
     """Whether loss and gradient were; with `on_nonfinite` skip, whether the update was made."""
 
 
-TrainSteps = Callable[[TrainState, Array, int], tuple[TrainState, StepMetrics]]
+TrainSteps = Callable[[TrainState, PyTree, int], tuple[TrainState, StepMetrics]]
+
+# `losses(model, batch, label_smoothing=, key=)`: in nats, any shape, of which the mean is taken.
+Losses = Callable[..., Float[Array, "..."]]
 
 
-def init_state(model: GPT, optimizer: optax.GradientTransformation) -> TrainState:
+def init_state(model: eqx.Module, optimizer: optax.GradientTransformation) -> TrainState:
     """The state before the first step."""
     return TrainState(
         model=model,
@@ -48,10 +50,16 @@ def init_state(model: GPT, optimizer: optax.GradientTransformation) -> TrainStat
 
 
 def make_train_steps(
-    config: TrainingConfig, optimizer: optax.GradientTransformation, mesh: Mesh
+    config: TrainingConfig,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    losses: Losses = window_losses,
 ) -> TrainSteps:
-    """`train_steps(state, batches, count)`: `count` steps on the first `count` of the batches
-    `[steps, batch, seq_and_next]`, in one compiled call that reuses the old state's memory.
+    """`train_steps(state, batches, count)`: `count` steps on the first `count` of the batches, in
+    one compiled call that reuses the old state's memory.
+
+    Batches are `[steps, batch, seq_and_next]`, or what `losses` wants: arrays that all begin with
+    the axes `steps batch`. A step's loss is the mean over devices of the mean over their rows.
 
     The count is data, not shape: however many steps are wanted, there is one program. Each device
     of the mesh runs it on its own rows of every batch and a copy of the state; all they exchange
@@ -61,7 +69,7 @@ def make_train_steps(
     @eqx.filter_jit(donate="all")
     def train_steps(
         state: TrainState,
-        batches: Int[Array, "steps batch seq_and_next"],
+        batches: PyTree[Shaped[Array, "steps batch ..."]],
         count: Int[Array, ""],
         seed: Int[Array, ""],
     ) -> tuple[TrainState, StepMetrics]:
@@ -69,7 +77,7 @@ def make_train_steps(
 
         def on_device(arrays, batches, count, seed):
             state = eqx.combine(arrays, static)
-            state, metrics = run_steps(config, optimizer, state, batches, count, seed)
+            state, metrics = run_steps(config, optimizer, state, batches, count, seed, losses)
             return eqx.filter(state, eqx.is_array), metrics
 
         everywhere = PartitionSpec()
@@ -93,20 +101,22 @@ def run_steps(
     config: TrainingConfig,
     optimizer: optax.GradientTransformation,
     state: TrainState,
-    batches: Int[Array, "steps batch seq_and_next"],
+    batches: PyTree[Shaped[Array, "steps batch ..."]],
     count: Int[Array, ""],
     seed: Int[Array, ""],
+    losses: Losses = window_losses,
 ) -> tuple[TrainState, StepMetrics]:
     """What each device does in `train_steps`. To be called in a `shard_map` with an axis `data`."""
     arrays, static = eqx.partition(state, eqx.is_array)
 
     def body(i, carry):
         arrays, metrics = carry
-        state, new = _step(config, optimizer, eqx.combine(arrays, static), batches[i], seed)
+        batch = jax.tree.map(lambda batch: batch[i], batches)
+        state, new = _step(config, optimizer, eqx.combine(arrays, static), batch, seed, losses)
         metrics = jax.tree.map(lambda seen, now: seen.at[i].set(now), metrics, new)
         return eqx.filter(state, eqx.is_array), metrics
 
-    blank = jnp.zeros(batches.shape[0])
+    blank = jnp.zeros(len(jax.tree.leaves(batches)[0]))
     metrics = StepMetrics(blank, blank, blank == 0)
     arrays, metrics = lax.fori_loop(0, count, body, (arrays, metrics))
     return eqx.combine(arrays, static), metrics
@@ -116,12 +126,14 @@ def _step(
     config: TrainingConfig,
     optimizer: optax.GradientTransformation,
     state: TrainState,
-    batch: Int[Array, "batch seq_and_next"],
+    batch: PyTree[Shaped[Array, "batch ..."]],
     seed: Int[Array, ""],
+    losses: Losses,
 ) -> tuple[TrainState, StepMetrics]:
     key = jax.random.fold_in(jax.random.key(seed), state.step)
     key = jax.random.fold_in(key, lax.axis_index("data"))
-    loss, grads = lax.pmean(loss_and_grads(state.model, batch, config, key=key), "data")
+    found = loss_and_grads(state.model, batch, config, losses, key=key)
+    loss, grads = lax.pmean(found, "data")
     updates, optimizer_state = optimizer.update(
         grads, state.optimizer_state, eqx.filter(state.model, eqx.is_inexact_array)
     )
@@ -140,22 +152,21 @@ def _step(
 
 
 def loss_and_grads(
-    model: GPT,
-    batch: Int[Array, "batch seq_and_next"],
+    model: Any,
+    batch: PyTree[Shaped[Array, "batch ..."]],
     config: TrainingConfig,
+    losses: Losses = window_losses,
     *,
     key: PRNGKeyArray | None = None,
 ) -> tuple[Float[Array, ""], PyTree]:
     """The mean loss of a batch and its gradient, in `config.accumulation` equal parts."""
 
     @eqx.filter_value_and_grad
-    def loss_of(model, windows, key):
+    def loss_of(model, batch, key):
         model = cast(model, jnp.dtype(config.compute_dtype))
         drops = max(model.config.dropout, model.config.attention_dropout) > 0
-        losses = window_losses(
-            model, windows, label_smoothing=config.label_smoothing, key=key if drops else None
-        )
-        return jnp.mean(losses)
+        key = key if drops else None
+        return jnp.mean(losses(model, batch, label_smoothing=config.label_smoothing, key=key))
 
     key = jax.random.key(config.seed) if key is None else key
     if config.accumulation == 1:
@@ -164,7 +175,7 @@ def loss_and_grads(
     def add_part(total, part):
         return jax.tree.map(jnp.add, total, loss_of(model, *part)), None
 
-    parts = batch.reshape(config.accumulation, -1, batch.shape[-1])
+    parts = jax.tree.map(lambda x: x.reshape(config.accumulation, -1, *x.shape[1:]), batch)
     keys = jax.random.split(key, config.accumulation)
     zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, eqx.filter(model, eqx.is_inexact_array)))
     total, _ = lax.scan(add_part, zero, (parts, keys))

@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import equinox as eqx
 import jax
@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from gptlite.config import UserError
 from gptlite.files import SEAL, is_sealed_by, seal
 from gptlite.models.gpt import GPT
+from gptlite.models.watch import path_name
 
 T = TypeVar("T")
 
@@ -103,8 +104,3 @@ def _step_of(content: bytes) -> int | None:
     if note is None or not is_sealed_by(content, note[1].decode()):
         return None
     return int(note[2])
-
-
-def path_name(path: tuple[Any, ...]) -> str:
-    """A place in a pytree, as `stack.blocks.attention.query.weight`."""
-    return jax.tree_util.keystr(path, simple=True, separator=".")

@@ -18,7 +18,7 @@ from gptlite.nn import (
     SlidingWindow,
     attend,
 )
-from gptlite.nn.attention import attend_fused, attend_plain
+from gptlite.nn.dot_product import attend_fused, attend_plain
 
 
 def reference(query, key, value, offset=0):
@@ -264,5 +264,5 @@ def test_an_odd_head_cannot_rotate():
 def test_a_wrong_width_names_function_argument_and_axes():
     with pytest.raises(TypeCheckError) as error:
         attend(jnp.zeros((2, 3, 8)), jnp.zeros((2, 3, 9)), jnp.zeros((2, 3, 8)))
-    for words in ("gptlite.nn.attention.attend", "'key'", "rows keys d_head", "d_head=8"):
+    for words in ("gptlite.nn.dot_product.attend", "'key'", "rows keys d_head", "d_head=8"):
         assert words in str(error.value)

@@ -18,6 +18,15 @@ def curve(schedule: str, **changes) -> np.ndarray:
     return np.array([float(make_schedule(config, 100)(step)) for step in range(101)])
 
 
+def test_noam_is_the_papers():
+    """Vaswani et al., 2017, eq. 3, for steps counted from 1, over its value at the peak."""
+    config = dataclasses.replace(PLAIN, schedule="noam", warmup_fraction=0.09)
+    warmup, step = 10, np.arange(1, 101)
+    paper = np.minimum(step**-0.5, step * warmup**-1.5)
+    ours = [float(make_schedule(config, 100)(step)) for step in range(100)]
+    np.testing.assert_allclose(ours, paper / paper.max(), rtol=1e-5)
+
+
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
 def test_schedules_rise_to_the_peak_and_end_where_they_should(schedule):
     factors = curve(schedule)

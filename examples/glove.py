@@ -1,0 +1,119 @@
+"""A model of words that starts from, or is frozen to, word vectors in GloVe's text format.
+
+    python examples/glove.py
+
+The file of vectors is made here, from which words stand near which in the training text: positive
+pointwise mutual information and a singular value decomposition (Levy and Goldberg, 2014), which is
+what GloVe approximates. Any file of that format, as those of the GloVe project, will do instead.
+The same small language model then learns from the same batches with a table drawn at random, with
+one that starts from the vectors, and with one that stays at them.
+"""
+
+import collections
+import re
+import tempfile
+import time
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from gptlite.cli import errors_as_sentences
+from gptlite.config import ModelConfig, OptimizerConfig, TrainingConfig, require
+from gptlite.models.gpt import GPT
+from gptlite.nn import Embedding
+from gptlite.runtime import set_up_jax
+from gptlite.text.batches import Batches, split_windows
+from gptlite.text.corpus import load_corpus
+from gptlite.text.glove import read_glove
+from gptlite.training.loss import window_losses
+from gptlite.training.train import train
+
+WORDS = 2_000
+D_MODEL = 64
+NEAR = 4
+
+
+def write_vectors(path, ids, words):
+    """One line a word, from the words that stand at most `NEAR` places from it."""
+    near = np.zeros((len(words), len(words)))
+    for distance in range(1, NEAR + 1):
+        np.add.at(near, (ids[:-distance], ids[distance:]), 1.0)
+    near += near.T
+    often = near.sum(axis=0) + 1e-9
+    information = np.log(np.maximum(near * often.sum() / np.outer(often, often), 1.0))
+    left, sizes, _ = np.linalg.svd(information, hermitian=True)
+    vectors = left[:, :D_MODEL] * np.sqrt(sizes[:D_MODEL])
+    vectors /= vectors.std()
+    with path.open("w", encoding="utf-8") as file:
+        for word, row in zip(words, vectors, strict=True):
+            print(word, *(f"{x:.4f}" for x in row), file=file)
+
+
+def main(
+    steps: int = 300, seed: int = 0, corpus: str = "auto", vectors: Path | None = None
+) -> None:
+    """A model of words, from vectors in GloVe's text format.
+
+    Args:
+        steps: Training steps.
+        seed: Of the models and the batches.
+        corpus: Where text comes from; see train.py.
+        vectors: A file of vectors, with as many numbers a word as the model is to be wide. Without
+            it, one is made.
+    """
+    began = time.perf_counter()
+    set_up_jax(cpu_devices=2)
+    text = re.findall(r"[a-z']+|[.,;:!?]", load_corpus(corpus).text.lower())
+    count = len(text) * 9 // 10
+    frequent = collections.Counter(text[:count]).most_common(WORDS - 1)
+    words = ["<unk>", *(word for word, _ in frequent)]
+    require(len(words) > D_MODEL, f"{corpus} has {len(words)} words; more are needed.")
+    place = {word: i for i, word in enumerate(words)}
+    ids = np.array([place.get(word, 0) for word in text], np.int32)
+
+    with tempfile.TemporaryDirectory() as folder:
+        if vectors is None:
+            vectors = Path(folder) / "vectors.txt"
+            write_vectors(vectors, ids[:count], words)
+        weight, known = read_glove(vectors, words, seed=seed)
+    print(f"{known.sum():,} of {len(words):,} words have vectors, of {weight.shape[1]} numbers")
+    nearest = weight / (np.linalg.norm(weight, axis=1, keepdims=True) + 1e-9)
+    for word in [word for word in ("king", "love", "sword") if word in place]:
+        closest = np.argsort(-nearest @ nearest[place[word]])[1:6]
+        print(f"    near {word}: {', '.join(words[i] for i in closest)}")
+
+    config = ModelConfig(
+        n_layers=2, n_heads=2, d_model=weight.shape[1], context_length=32, embed_previous=0
+    )
+    training = TrainingConfig(
+        steps=steps, batch_size=32, eval_every=steps, seed=seed, compute_dtype="float32"
+    )
+    batches = Batches(ids[:count], training.batch_size, config.context_length, seed)
+    held_out, _ = split_windows(ids[count:], config.context_length)
+
+    def look(model):
+        losses = eqx.filter_jit(window_losses)(model, jnp.asarray(held_out[:-1]))
+        return f"validation loss {losses.mean():.4f} nats a word"
+
+    given = jnp.asarray(weight)
+    for name, start, frozen in (
+        ("drawn at random", None, False),
+        ("starting from the vectors", given, False),
+        ("frozen to the vectors", given, True),
+    ):
+        print(f"a table {name}:")
+        key = jax.random.key(seed)
+        model = GPT(config, len(words), key=key)
+        table = Embedding(len(words), config.d_model, vectors=start, frozen=frozen, key=key)
+        model = eqx.tree_at(lambda model: model.embedding, model, table)
+        train(model, window_losses, batches, OptimizerConfig(), training, look=look)
+    print(f"{time.perf_counter() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    with errors_as_sentences():
+        tyro.cli(main)

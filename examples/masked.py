@@ -1,0 +1,183 @@
+"""Masked characters of TinyShakespeare, and what the encoder that fills them in knows of speakers.
+
+    python examples/masked.py
+
+An encoder learns to tell characters that were masked (Devlin et al., 2019, "BERT", section 3.1)
+from what stands before and after them. Then it is left as it is, and a linear probe on the mean of
+its embeddings says which of the ten most frequent speakers a speech belongs to, from its words
+alone. Beside it: the share of the most frequent of them, and the same probe on how often each
+character occurs. The speeches that the probes are tested on are kept from the encoder, too.
+"""
+
+import collections
+import re
+import time
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.optimize
+import tyro
+
+from gptlite.cli import errors_as_sentences
+from gptlite.config import ModelConfig, OptimizerConfig, TrainingConfig, require
+from gptlite.models.encoder import Encoder
+from gptlite.models.summary import count_parameters
+from gptlite.nn import Linear
+from gptlite.runtime import set_up_jax
+from gptlite.text.corpus import load_corpus
+from gptlite.text.tokenizer import CharTokenizer
+from gptlite.training.loss import cross_entropy
+from gptlite.training.train import train
+
+SPEAKERS = 10
+CONTEXT = 128
+MASKED = 0.15
+
+
+class MaskedLM(eqx.Module):
+    """An encoder, and a head that tells what stands at a place."""
+
+    encoder: Encoder
+    head: Linear
+
+    def __init__(self, config: ModelConfig, vocab_size: int, *, key):
+        encoder_key, head_key = jax.random.split(key)
+        # One id more than there are characters: the mask.
+        self.encoder = Encoder(config, vocab_size + 1, key=encoder_key)
+        self.head = Linear(config.d_model, vocab_size, std=0.0, key=head_key)
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.encoder.config
+
+    def __call__(self, ids, *, padding_mask=None, key=None):
+        return self.head(self.encoder(ids, padding_mask=padding_mask, key=key))
+
+
+def losses(model, batch, *, label_smoothing, key):
+    """The mean over the places that were masked."""
+    ids, targets = batch["ids"], batch["targets"]
+    asked = targets >= 0
+    logits = model(ids, padding_mask=ids >= 0, key=key)
+    found = cross_entropy(logits, jnp.maximum(targets, 0), label_smoothing)
+    return jnp.sum(jnp.where(asked, found, 0)) / jnp.sum(asked)
+
+
+def pieces_of(speech):
+    """`[pieces, CONTEXT]`: a speech's ids, and -1 behind its end."""
+    padded = np.pad(speech, (0, -len(speech) % CONTEXT), constant_values=-1)
+    return padded.reshape(-1, CONTEXT).astype(np.int32)
+
+
+def mask(random, ids, vocab_size):
+    """`ids` with 15 % of the characters hidden: 80 % of those behind the mask, 10 % behind another
+    character, 10 % behind themselves. And what they were, -1 elsewhere."""
+    chosen = (random.random(ids.shape) < MASKED) & (ids >= 0)
+    how = random.random(ids.shape)
+    hidden = np.where(chosen & (how < 0.8), vocab_size, ids)
+    other = random.integers(vocab_size, size=ids.shape)
+    hidden = np.where(chosen & (how >= 0.9), other, hidden)
+    return {"ids": hidden.astype(np.int32), "targets": np.where(chosen, ids, -1).astype(np.int32)}
+
+
+def probe(features, labels, test_features, test_labels):
+    """The share of the test that a logistic regression gets right."""
+    mean, std = features.mean(0), features.std(0) + 1e-6
+    x, test = (features - mean) / std, (test_features - mean) / std
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(weight):
+        weight = weight.reshape(SPEAKERS, -1)
+        logits = x @ weight[:, :-1].T + weight[:, -1]
+        return jnp.mean(cross_entropy(logits, jnp.asarray(labels))) + 0.01 * jnp.sum(
+            weight[:, :-1] ** 2
+        )
+
+    zero = np.zeros(SPEAKERS * (x.shape[1] + 1))
+    weight = scipy.optimize.minimize(loss, zero, jac=True).x.reshape(SPEAKERS, -1)
+    return np.mean(np.argmax(test @ weight[:, :-1].T + weight[:, -1], axis=1) == test_labels)
+
+
+def main(steps: int = 1200, seed: int = 0, corpus: str = "shakespeare") -> None:
+    """Masked characters, and what the encoder that fills them in knows of the speaker.
+
+    Args:
+        steps: Training steps.
+        seed: Of the split of the speeches, the model and the batches.
+        corpus: A play: speeches with the speaker's name and a colon above. See train.py.
+    """
+    began = time.perf_counter()
+    set_up_jax(cpu_devices=2)
+    # Text to speeches: "NAME:", its lines, an empty line.
+    text = load_corpus(corpus).text
+    play = re.findall(r"^([^\n:]+):\n(.+?)(?:\n\n|\Z)", text, flags=re.MULTILINE | re.DOTALL)
+    frequent = collections.Counter(name for name, _ in play).most_common(SPEAKERS)
+    require(
+        len(frequent) == SPEAKERS and frequent[-1][1] >= 5,
+        f"{corpus} must have {SPEAKERS} speakers with at least 5 speeches each.",
+    )
+    speakers = [name for name, _ in frequent]
+    order = np.random.default_rng(seed).permutation(len(play))
+    known = [i for i in order if play[i][0] in speakers]
+    test, train_on = known[: len(known) // 5], known[len(known) // 5 :]
+    labels, test_labels = (
+        np.array([speakers.index(play[i][0]) for i in part]) for part in (train_on, test)
+    )
+    tokenizer = CharTokenizer("".join(sorted(set(text))))
+    vocab = tokenizer.vocab_size
+    speeches = [tokenizer.encode(words) for _, words in play]
+    read = np.concatenate([pieces_of(speeches[i]) for i in sorted(set(order) - set(test))])
+    held_out = np.concatenate([pieces_of(speeches[i]) for i in test])
+    print(f"{len(play):,} speeches; {', '.join(speakers)}: {len(known):,}, {len(test)} to test on")
+
+    def batch(step):
+        random = np.random.default_rng([seed, step])
+        rows = random.integers(len(read), size=training.batch_size)
+        return mask(random, read[rows], vocab)
+
+    config = ModelConfig(n_layers=3, n_heads=4, d_model=128, d_ff=256, context_length=CONTEXT)
+    model = MaskedLM(config, vocab, key=jax.random.key(seed))
+    print(f"{count_parameters(model):,} parameters")
+    training = TrainingConfig(
+        steps=steps, batch_size=32, eval_every=200, seed=seed, compute_dtype="float32"
+    )
+    asked = mask(np.random.default_rng(seed), held_out, vocab)
+
+    def look(model):
+        ids, targets = asked["ids"], asked["targets"]
+        logits = eqx.filter_jit(model)(jnp.asarray(ids), padding_mask=jnp.asarray(ids >= 0))
+        right = np.argmax(logits, axis=-1)[targets >= 0] == targets[targets >= 0]
+        return f"of masked characters in unseen speeches right: {right.mean():.1%}"
+
+    model = train(model, losses, batch, OptimizerConfig(), training, look=look)
+
+    @eqx.filter_jit
+    def summed(encoder, ids):
+        """The sum of a piece's embeddings."""
+        real = ids >= 0
+        return jnp.sum(jnp.where(real[..., None], encoder(ids, padding_mask=real), 0), axis=1)
+
+    def mean_embeddings(part):
+        pieces = [pieces_of(speeches[i]) for i in part]
+        sums = np.asarray(summed(model.encoder, jnp.asarray(np.concatenate(pieces))))
+        starts = np.cumsum([0, *map(len, pieces)])[:-1]
+        return np.add.reduceat(sums, starts) / [[len(speeches[i])] for i in part]
+
+    def bags(part):
+        counts = [np.bincount(speeches[i], minlength=vocab) for i in part]
+        return np.array(counts) / [[len(speeches[i])] for i in part]
+
+    print(f"which of {SPEAKERS} speakers, right of {len(test)} unseen speeches:")
+    print(f"    always {speakers[0]:<22}{np.mean(test_labels == 0):.1%}")
+    for name, features in (("bag of characters", bags), ("mean of embeddings", mean_embeddings)):
+        right = probe(features(train_on), labels, features(test), test_labels)
+        print(f"    {name:<29}{right:.1%}")
+    print(f"{time.perf_counter() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    with errors_as_sentences():
+        tyro.cli(main)

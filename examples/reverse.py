@@ -1,0 +1,101 @@
+"""Ten digits in; out comes the sequence reversed, every even repetition of a digit an X.
+
+    python examples/reverse.py
+
+`0 1 5 9 0 3 5 2 5` gives `5 2 X 3 X 9 5 1 0`: the second 0 and the second 5, counted from the left,
+are X, and the third 5 is a 5 again. The encoder has to count; the decoder has to walk backwards.
+Pre-norm, ReLU² and Muon, as in the presets of train.py, with separate tables for source and target.
+"""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from gptlite.cli import errors_as_sentences
+from gptlite.config import ModelConfig, OptimizerConfig, TrainingConfig
+from gptlite.generation.translate import greedy_search
+from gptlite.models.seq2seq import Seq2Seq, shift_right
+from gptlite.models.summary import count_parameters
+from gptlite.runtime import set_up_jax
+from gptlite.training.loss import cross_entropy
+from gptlite.training.train import train
+
+DIGITS = 10
+X, START, END = 10, 11, 12
+UNSEEN = 10_000
+
+
+def answer(digits):
+    """`[batch, seq]` to the same: what should come out."""
+    same = digits[:, :, None] == digits[:, None, :]
+    times = np.tril(same).sum(-1)  # that the digit has been seen, this time included
+    return np.where(times % 2 == 0, X, digits)[:, ::-1]
+
+
+def number(digits):
+    """A sequence as one number, to find it again."""
+    return digits @ 10 ** np.arange(DIGITS)
+
+
+def losses(model, batch, *, label_smoothing, key):
+    """`[batch, seq]`, the end included."""
+    logits = model(batch["source"], shift_right(batch["targets"], START), key=key)
+    return cross_entropy(logits, batch["targets"], label_smoothing)
+
+
+def main(steps: int = 1500, seed: int = 0) -> None:
+    """Ten digits in; out comes the sequence reversed, every even repetition of a digit an X.
+
+    Args:
+        steps: Training steps.
+        seed: Of the sequences to test on, the model and the batches.
+    """
+    began = time.perf_counter()
+    set_up_jax(cpu_devices=2)
+    unseen = np.random.default_rng(seed).integers(10, size=(UNSEEN, DIGITS))
+    kept = number(unseen)
+
+    def batch(step):
+        random = np.random.default_rng([seed, step])
+        digits = random.integers(10, size=(training.batch_size, DIGITS))
+        while (found := np.isin(number(digits), kept)).any():
+            digits[found] = random.integers(10, size=(found.sum(), DIGITS))
+        targets = np.pad(answer(digits), ((0, 0), (0, 1)), constant_values=END)
+        return {"source": digits.astype(np.int32), "targets": targets.astype(np.int32)}
+
+    config = ModelConfig(
+        n_layers=2,
+        n_heads=4,
+        d_model=64,
+        context_length=DIGITS + 1,
+        positions="sinusoidal",
+        embed_previous=0,
+    )
+    model = Seq2Seq(config, 10, END + 1, key=jax.random.key(seed))
+    print(f"{count_parameters(model):,} parameters")
+    training = TrainingConfig(
+        steps=steps, batch_size=128, eval_every=250, seed=seed, compute_dtype="float32"
+    )
+
+    def look(model):
+        found = greedy_search(model, jnp.asarray(unseen), start=START, end=END).ids[:, :DIGITS]
+        right = np.mean(np.all(np.asarray(found) == answer(unseen), axis=1))
+        return f"exactly right of {UNSEEN:,} unseen sequences: {right:.2%}"
+
+    model = train(model, losses, batch, OptimizerConfig(), training, look=look)
+    print(f"{time.perf_counter() - began:.0f} s")
+    shown = np.array([[0, 1, 5, 9, 0, 3, 5, 2, 5, 7]])
+    found = np.asarray(greedy_search(model, jnp.asarray(shown), start=START, end=END).ids[0])
+    print(
+        " ".join(map(str, shown[0])),
+        "->",
+        " ".join("X" if i == X else str(i) for i in found[:DIGITS]),
+    )
+
+
+if __name__ == "__main__":
+    with errors_as_sentences():
+        tyro.cli(main)

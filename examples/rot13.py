@@ -1,0 +1,127 @@
+"""Words in, their rot13 out: the original transformer on the smallest of translations.
+
+    python examples/rot13.py
+
+Every letter is replaced by the one 13 places on, so that the decoder has to look at the right place
+of the source, for words of any length, and to learn 26 pairs. Post-norm, sinusoidal positions on
+scaled embeddings, one table for source, target and head, dropout, label smoothing, the Noam
+schedule: all as in Vaswani et al., 2017, but smaller. Words are those of a text; 1,000 of them are
+kept for the end.
+"""
+
+import codecs
+import dataclasses
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from gptlite.cli import errors_as_sentences
+from gptlite.config import VASWANI, OptimizerConfig, TrainingConfig, require
+from gptlite.generation.translate import beam_search, greedy_search
+from gptlite.models.seq2seq import Seq2Seq, shift_right
+from gptlite.models.summary import count_parameters
+from gptlite.runtime import set_up_jax
+from gptlite.text.corpus import load_corpus
+from gptlite.training.loss import cross_entropy
+from gptlite.training.train import train
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+START, END = 26, 27
+VOCAB = 28
+LONGEST = 16
+UNSEEN = 1_000
+
+
+def ids_of(words):
+    """`[words, LONGEST]`, with -1 where a word has ended."""
+    ids = np.full((len(words), LONGEST), -1, np.int32)
+    for row, word in zip(ids, words, strict=True):
+        row[: len(word)] = [LETTERS.index(letter) for letter in word]
+    return ids
+
+
+def words_of(ids):
+    """The words again, each up to its end."""
+    return ["".join(LETTERS[i] for i in row if 0 <= i < END) for row in np.asarray(ids)]
+
+
+def rot13(words):
+    return [codecs.encode(word, "rot13") for word in words]
+
+
+def losses(model, batch, *, label_smoothing, key):
+    """The mean over the targets' letters and ends."""
+    source, targets = batch["source"], batch["targets"]
+    logits = model(source, shift_right(targets, START), source_mask=source >= 0, key=key)
+    real = targets >= 0
+    found = cross_entropy(logits, jnp.maximum(targets, 0), label_smoothing)
+    return jnp.sum(jnp.where(real, found, 0)) / jnp.sum(real)
+
+
+def main(steps: int = 1500, seed: int = 0, corpus: str = "auto") -> None:
+    """Words in, their rot13 out.
+
+    Args:
+        steps: Training steps.
+        seed: Of the split of the words, the model and the batches.
+        corpus: Where words come from; see train.py.
+    """
+    began = time.perf_counter()
+    set_up_jax(cpu_devices=2)
+    text = load_corpus(corpus).text.lower()
+    words = sorted({word for word in re.findall("[a-z]+", text) if len(word) <= LONGEST})
+    require(len(words) > 2 * UNSEEN, f"{corpus} has {len(words):,} words; more are needed.")
+    words = np.random.default_rng(seed).permutation(words)
+    unseen, seen = words[:UNSEEN].tolist(), words[UNSEEN:]
+
+    def batch(step):
+        """Half of them words, half of them made up: those cannot be guessed and must be read."""
+        random = np.random.default_rng([seed, step])
+        half = training.batch_size // 2
+        lengths = random.integers(1, LONGEST + 1, size=half)
+        made_up = ["".join(random.choice(list(LETTERS), size=length)) for length in lengths]
+        words = [*made_up, *random.choice(seen, size=half)]
+        targets = np.pad(ids_of(rot13(words)), ((0, 0), (0, 1)), constant_values=-1)
+        targets[np.arange(len(words)), [len(word) for word in words]] = END
+        return {"source": ids_of(words), "targets": targets}
+
+    config = dataclasses.replace(
+        VASWANI, n_layers=2, n_heads=4, d_model=64, context_length=LONGEST + 1
+    )
+    model = Seq2Seq(config, VOCAB, VOCAB, share_embedding=True, key=jax.random.key(seed))
+    print(
+        f"{len(seen):,} words, {count_parameters(model):,} parameters; "
+        f"{seen[0]} is to become {rot13(seen[:1])[0]}"
+    )
+    training = TrainingConfig(
+        steps=steps,
+        batch_size=128,
+        label_smoothing=0.1,
+        eval_every=250,
+        seed=seed,
+        compute_dtype="float32",
+    )
+    optimizer = OptimizerConfig(
+        name="adamw", learning_rate=3e-3, schedule="noam", warmup_fraction=0.1, beta2=0.98
+    )
+
+    def right(model, search=greedy_search, **options):
+        asked = jnp.asarray(ids_of(unseen))
+        found = search(model, asked, source_mask=asked >= 0, start=START, end=END, **options)
+        return np.mean([a == b for a, b in zip(words_of(found.ids), rot13(unseen), strict=True)])
+
+    def look(model):
+        return f"exactly right of {UNSEEN:,} unseen words: {right(model):.1%}"
+
+    model = train(model, losses, batch, optimizer, training, look=look)
+    print(f"with a beam of 4: {right(model, beam_search, beam=4):.1%}")
+    print(f"{time.perf_counter() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    with errors_as_sentences():
+        tyro.cli(main)

@@ -1,0 +1,224 @@
+"""From a source to a target, with an encoder-decoder: greedy search and beam search, cached."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from gptlite.config import UserError, require_range
+from gptlite.models.seq2seq import Seq2Seq
+from gptlite.nn.attention import Memory
+from gptlite.nn.cache import Cache, LayerCache
+
+
+class Translation(eqx.Module):
+    """A target for each source."""
+
+    ids: Int[Array, "batch new"]
+    """Up to the end token, which is among them where it was reached; -1 from there on."""
+    log_prob: Float[Array, " batch"]
+    """Of all of them, in nats."""
+
+
+def greedy_search(
+    model: Seq2Seq,
+    source: Int[Array, "batch source_seq"],
+    *,
+    source_mask: Bool[Array, "batch source_seq"] | None = None,
+    start: int,
+    end: int,
+    max_new_tokens: int | None = None,
+) -> Translation:
+    """The most probable next token, again and again.
+
+    **Arguments:**
+
+    - `source_mask`: False where there is no token.
+    - `start`, `end`: the token that the decoder reads first, and the one after which it stops.
+    - `max_new_tokens`: stop there at the latest. By default the model's context length.
+
+    **Raises:** `UserError` if `max_new_tokens` is below 1 or above the model's context.
+    """
+    most = _check_most(model, max_new_tokens)
+    return _greedy_search(model.unstacked(), source, source_mask, start, end, most)
+
+
+def beam_search(
+    model: Seq2Seq,
+    source: Int[Array, "batch source_seq"],
+    *,
+    beam: int = 4,
+    length_penalty: float = 0.0,
+    source_mask: Bool[Array, "batch source_seq"] | None = None,
+    start: int,
+    end: int,
+    max_new_tokens: int | None = None,
+) -> Translation:
+    """The best target found by keeping, at every length, the `beam` best beginnings (Graves, 2012,
+    section 2.5). With `beam` 1 that is `greedy_search`; with as many as there are targets, it finds
+    the best of all.
+
+    A target's score is its log probability over `((5 + tokens) / 6) ^ length_penalty` (Wu et al.,
+    2016, eq. 14), the end token counted; 0 favours short ones, 0.6 is usual.
+
+    **Raises:** `UserError` as `greedy_search` does, and if `beam` is below 1 or `length_penalty`
+    below 0.
+    """
+    require_range("beam", beam, 1, 2**20)
+    require_range("length_penalty", length_penalty, 0.0)
+    most = _check_most(model, max_new_tokens)
+    model = model.unstacked()
+    return _beam_search(model, source, source_mask, start, end, most, beam, length_penalty)
+
+
+def _check_most(model: Seq2Seq, max_new_tokens: int | None) -> int:
+    context = model.config.context_length
+    most = context if max_new_tokens is None else max_new_tokens
+    if not 1 <= most <= context:
+        raise UserError(
+            f"max_new_tokens must be 1 to {context}, the model's context_length, got {most}."
+        )
+    return most
+
+
+@eqx.filter_jit
+def _greedy_search(
+    model: Seq2Seq,
+    source: Int[Array, "batch source_seq"],
+    source_mask: Bool[Array, "batch source_seq"] | None,
+    start: int,
+    end: int,
+    most: int,
+) -> Translation:
+    batch = len(source)
+
+    def unfinished(carry):
+        i, token, *_ = carry
+        return (i < most) & jnp.any(token >= 0)
+
+    def step(carry):
+        i, token, cache, ids, total = carry
+        alive = token >= 0
+        log_probs, cache = _next(model, token, cache)
+        best = jnp.argmax(log_probs, axis=-1).astype(jnp.int32)
+        total += jnp.where(alive, jnp.max(log_probs, axis=-1), 0)
+        ids = ids.at[:, i].set(jnp.where(alive, best, -1))
+        return i + 1, jnp.where(alive & (best != end), best, -1), cache, ids, total
+
+    cache = model.init_cache(source, source_mask=source_mask)
+    token = jnp.full(batch, start, jnp.int32)
+    ids = jnp.full((batch, most), -1, jnp.int32)
+    *_, ids, total = lax.while_loop(
+        unfinished, step, (jnp.zeros((), jnp.int32), token, cache, ids, jnp.zeros(batch))
+    )
+    return Translation(ids, total)
+
+
+class _Beam(eqx.Module):
+    """The best beginnings so far, the best first."""
+
+    cache: Cache
+    token: Int[Array, "batch beam"]
+    """The last one, which is still to be read; -1 behind the end."""
+    ids: Int[Array, "batch beam new"]
+    total: Float[Array, "batch beam"]
+    """Log probability."""
+    score: Float[Array, "batch beam"]
+    made: Int[Array, ""]
+
+
+@eqx.filter_jit
+def _beam_search(
+    model: Seq2Seq,
+    source: Int[Array, "batch source_seq"],
+    source_mask: Bool[Array, "batch source_seq"] | None,
+    start: int,
+    end: int,
+    most: int,
+    beam: int,
+    length_penalty: float,
+) -> Translation:
+    batch = len(source)
+
+    def penalty(tokens):
+        return ((5.0 + tokens) / 6.0) ** length_penalty
+
+    def unfinished(state: _Beam):
+        # What has ended stays what it is; what goes on can only lose probability, and can be
+        # favoured by its length no more than the longest.
+        at_best = jnp.where(state.token >= 0, state.total / penalty(most), -jnp.inf)
+        settled = (state.token[:, 0] < 0) & (jnp.max(at_best, axis=1) <= state.score[:, 0])
+        return (state.made < most) & ~jnp.all(settled)
+
+    def step(state: _Beam):
+        log_probs, cache = _next(model, state.token.reshape(-1), state.cache)
+        vocab = log_probs.shape[-1]
+        alive = state.token[..., None] >= 0
+        # What has ended goes on as a single candidate: the end again, which costs nothing.
+        standing = jnp.where(jnp.arange(vocab) == end, 0.0, -jnp.inf)
+        total = state.total[..., None] + jnp.where(
+            alive, log_probs.reshape(batch, beam, vocab), standing
+        )
+        before = jnp.sum(state.ids >= 0, axis=-1, keepdims=True)
+        score = total / penalty(before + alive)
+        score, place = lax.top_k(score.reshape(batch, -1), beam)
+        parent, token = place // vocab, (place % vocab).astype(jnp.int32)
+        alive = jnp.take_along_axis(alive[..., 0], parent, axis=1)
+        ids = jnp.take_along_axis(state.ids, parent[..., None], axis=1)
+        rows = (jnp.arange(batch)[:, None] * beam + parent).reshape(-1)
+        return _Beam(
+            cache=_reordered(cache, rows),
+            token=jnp.where(alive & (token != end), token, -1),
+            ids=ids.at[:, :, state.made].set(jnp.where(alive, token, -1)),
+            total=jnp.take_along_axis(total.reshape(batch, -1), place, axis=1),
+            score=score,
+            made=state.made + 1,
+        )
+
+    memory = model.encode(source, source_mask=source_mask)
+    repeated = [None if x is None else jnp.repeat(x, beam, axis=0) for x in (memory, source_mask)]
+    # One beginning, so that no two are the same.
+    total = jnp.full((batch, beam), -jnp.inf).at[:, 0].set(0.0)
+    state = _Beam(
+        cache=model.decoder.init_cache(
+            (batch * beam,), memory=repeated[0], memory_mask=repeated[1]
+        ),
+        token=jnp.full((batch, beam), start, jnp.int32),
+        ids=jnp.full((batch, beam, most), -1, jnp.int32),
+        total=total,
+        score=total,
+        made=jnp.zeros((), jnp.int32),
+    )
+    state = lax.while_loop(unfinished, step, state)
+    return Translation(state.ids[:, 0], state.total[:, 0])
+
+
+def _next(
+    model: Seq2Seq, token: Int[Array, " rows"], cache: Cache
+) -> tuple[Float[Array, "rows vocab"], Cache]:
+    """Log probabilities of what follows `token`, and the cache with it read."""
+    hidden, cache = model.decoder.extend(token[:, None], cache)
+    return jax.nn.log_softmax(model.decoder.logits(hidden)[:, 0]), cache
+
+
+def _reordered(cache: Cache, rows: Int[Array, " rows"]) -> Cache:
+    """`cache` with the sequences `rows` in place of all. What a decoder remembers of its source is
+    the same for all that may change places."""
+
+    def reorder(node: Any) -> Any:
+        if isinstance(node, LayerCache):
+            return node.take(rows)
+        if isinstance(node, Memory):
+            return node
+        raise UserError(
+            "Beam search reorders the cache of the package's own attention, a LayerCache, and this "
+            "model's attention has another."
+        )
+
+    layers = jax.tree.map(
+        reorder, cache.layers, is_leaf=lambda node: isinstance(node, LayerCache | Memory)
+    )
+    return Cache(layers, cache.ids[rows], cache.length)

@@ -1,0 +1,81 @@
+"""Looking on while a model runs."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+from jaxtyping import Array, Float
+
+from gptlite.nn.stack import Stack
+
+M = TypeVar("M", bound=eqx.Module)
+
+# `see(name, module, arguments, options, out)`: a module's place, the module, what it was called
+# with and what came out.
+See = Callable[[str, Any, tuple[Any, ...], dict[str, Any], Any], None]
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """A place in a pytree, as `stack.blocks.attention.query.weight`."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def watched(model: M, wanted: Callable[[Any], bool], see: See) -> M:
+    """`model`, which calls `see` at every call of a module in it that is `wanted`; of several, one
+    inside the other, of the outermost."""
+
+    def stand_in(path, node):
+        if not wanted(node):
+            return node
+        return _Watched(node, path_name(path), see)
+
+    return jax.tree_util.tree_map_with_path(stand_in, model, is_leaf=wanted)
+
+
+class _Watched(eqx.Module):
+    """Stands in for a module."""
+
+    inner: Any
+    name: str = eqx.field(static=True)
+    see: See = eqx.field(static=True)
+
+    def __call__(self, *arguments, **options):
+        out = self.inner(*arguments, **options)
+        self.see(self.name, self.inner, arguments, options, out)
+        return out
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self.inner, attribute)
+
+
+def attention_maps(
+    model: Callable[..., Any], *arguments: Any, **options: Any
+) -> dict[str, Float[Array, "*batch heads queries keys"]]:
+    """The attention weights of all layers in `model(*arguments, **options)`, by their place in it,
+    `stack.blocks.0.attention` and so on.
+
+    They are those of every module that has a method `weights`, which is called with what the module
+    itself is called with: `Attention`, `CrossAttention`, or one of your own. A model that nobody
+    looks at computes nothing of it.
+    """
+
+    def unstacked(node):
+        return node.unstack() if isinstance(node, Stack) else node
+
+    def has_weights(node):
+        return isinstance(node, eqx.Module) and callable(getattr(node, "weights", None))
+
+    @eqx.filter_jit
+    def run(model, arguments, options):
+        found: dict[str, Array] = {}
+
+        def see(name, module, given, others, out):
+            found[name] = module.weights(*given, **others)
+
+        watched(model, has_weights, see)(*arguments, **options)
+        return found
+
+    # Layers that share a module would share its name.
+    model = jax.tree.map(unstacked, model, is_leaf=lambda node: isinstance(node, Stack))
+    return run(model, arguments, options)

@@ -1,0 +1,56 @@
+"""Pictures of what a model does."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jaxtyping import Array, Float
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def attention(
+    weights: Float[Array | np.ndarray, "heads queries keys"],
+    queries: Sequence[str],
+    keys: Sequence[str] | None = None,
+    *,
+    title: str = "",
+) -> "Figure":
+    """The attention weights of one sequence, as `gptlite.attention_maps` gives them: the heads side
+    by side, a row for each query, the darker the more it takes of a key.
+
+    `queries` and `keys` are the tokens on the axes; without `keys`, they are the same. Show it as
+    the last line of a notebook's cell, or `figure.savefig("attention.png")`.
+
+    **Raises:** `ValueError` if there are not as many tokens as the weights have rows and columns.
+    """
+    # Here, because it takes a second to import; and not pyplot, which picks a window system.
+    from matplotlib.figure import Figure
+
+    heads, *sizes = np.shape(weights)
+    keys = queries if keys is None else keys
+    if sizes != [len(queries), len(keys)]:
+        raise ValueError(
+            f"There must be {sizes[0]} queries and {sizes[1]} keys, as the weights have, got "
+            f"{len(queries)} and {len(keys)}."
+        )
+    width, height = (max(2.0, 0.22 * size + 0.8) for size in (len(keys), len(queries)))
+    figure = Figure(figsize=(heads * width, height + 0.4), layout="constrained")
+    figure.suptitle(title)
+    for head, (axes, picture) in enumerate(
+        zip(figure.subplots(1, heads, squeeze=False)[0], np.asarray(weights), strict=True)
+    ):
+        axes.imshow(picture, vmin=0.0, vmax=1.0, cmap="Blues")
+        axes.set_title(f"head {head}", fontsize="medium")
+        # A token may look like a formula.
+        axes.set_xticks(range(len(keys)), map(_visible, keys), rotation=90, parse_math=False)
+        axes.set_yticks(range(len(queries)), map(_visible, queries), parse_math=False)
+        axes.tick_params(length=0, labelsize="small")
+        if head == 0:
+            axes.set(xlabel="key", ylabel="query")
+    return figure
+
+
+def _visible(token: str) -> str:
+    return token.replace(" ", "␣").replace("\n", "⏎")

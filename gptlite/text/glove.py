@@ -1,0 +1,61 @@
+"""Word vectors in GloVe's text format, for embedding tables to start from."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from gptlite.config import UserError
+
+
+def read_glove(
+    path: Path | str, words: Sequence[str], *, seed: int = 0
+) -> tuple[Float[np.ndarray, "words d"], Bool[np.ndarray, " words"]]:
+    """A vector for each of `words`, and whether the file has one.
+
+    The format is that of Pennington et al., 2014: a line a word, the word and its numbers, with a
+    space between. The file is read line by line, and only what is asked for is kept. Words that it
+    lacks get vectors drawn from a normal with the mean and the standard deviation of those found,
+    channel by channel.
+
+    **Raises:** `UserError` if the file cannot be read, a line is no such line, or none of the words
+    is in it.
+    """
+    found: dict[str, np.ndarray] = {}
+    wanted, d = set(words), 0
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                d = d or len(line.split()) - 1
+                # From the right: in the largest of GloVe's files, some words have spaces in them.
+                word, *numbers = line.rstrip().rsplit(" ", d)
+                if len(numbers) != d or d < 1:
+                    raise UserError(
+                        f"Line {number} of {path} must be a word and {max(d, 1)} numbers, got "
+                        f"{line[:60].rstrip()!r}."
+                    )
+                if word in wanted:
+                    found[word] = _vector(numbers, f"Line {number} of {path}")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"The vectors in {path} cannot be read: {error}.") from error
+    if not found:
+        raise UserError(f"{path} has none of the {len(words):,} words, as {words[0]!r}.")
+    known = np.array([word in found for word in words])
+    all_found = np.stack(list(found.values()))
+    drawn = np.random.default_rng(seed).normal(
+        all_found.mean(axis=0), all_found.std(axis=0), size=(len(words), d)
+    )
+    drawn[known] = [found[word] for word in words if word in found]
+    return drawn.astype(np.float32), known
+
+
+def _vector(numbers: Sequence[str], where: str) -> np.ndarray:
+    """**Raises:** `UserError` if one is not a finite number."""
+    try:
+        vector = np.array(numbers, np.float32)
+    except ValueError as error:
+        raise UserError(f"{where} has something that is not a number: {error}.") from error
+    if not np.isfinite(vector).all():
+        raise UserError(f"{where} has a number that is not finite.")
+    return vector

@@ -1,0 +1,170 @@
+"""Greedy and beam search against searches that try everything."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import drawn
+
+from gptlite.config import VASWANI, UserError
+from gptlite.generation.translate import beam_search, greedy_search
+from gptlite.models.seq2seq import Seq2Seq, shift_right
+
+VOCAB, START, END, LONGEST = 5, 0, 1, 4
+CONFIG = dataclasses.replace(
+    VASWANI, n_layers=2, n_heads=2, d_model=16, context_length=LONGEST, tied_head=False
+)
+VARIANTS = {
+    "paper": CONFIG,
+    "scan-grouped": dataclasses.replace(CONFIG, stack="scan", n_kv_heads=1, block="pre"),
+}
+SOURCE = jnp.asarray(np.random.default_rng(0).integers(VOCAB, size=(4, 6)))
+MASK = jnp.arange(6) < jnp.array([[6], [5], [3], [1]])
+ENDS: dict[str, Any] = {"start": START, "end": END}
+
+
+@pytest.fixture(scope="module", params=list(VARIANTS))
+def model(request) -> Seq2Seq:
+    return drawn(lambda key: Seq2Seq(VARIANTS[request.param], VOCAB, VOCAB, key=key), scale=2.0)
+
+
+@pytest.fixture(scope="module")
+def everything(model):
+    """All targets there are, and their log probabilities `[source, target]`."""
+    targets = [
+        ids
+        for length in range(1, LONGEST + 1)
+        for ids in itertools.product(range(VOCAB), repeat=length)
+        if END not in ids[:-1] and (ids[-1] == END or length == LONGEST)
+    ]
+    padded = jnp.array([[*ids, *[END] * (LONGEST - len(ids))] for ids in targets])
+    lengths = np.array([len(ids) for ids in targets])
+
+    @eqx.filter_jit
+    def log_probs(model, source, mask):
+        logits = model(
+            jnp.broadcast_to(source, (len(padded), len(source))),
+            shift_right(padded, START),
+            source_mask=jnp.broadcast_to(mask, (len(padded), len(mask))),
+        )
+        found = jnp.take_along_axis(jax.nn.log_softmax(logits), padded[..., None], -1)[..., 0]
+        return jnp.sum(jnp.where(jnp.arange(LONGEST) < lengths[:, None], found, 0), axis=1)
+
+    pairs = zip(SOURCE, MASK, strict=True)
+    return targets, lengths, np.stack([log_probs(model, *pair) for pair in pairs])
+
+
+def written(ids):
+    return [tuple(int(i) for i in row if i >= 0) for row in np.asarray(ids)]
+
+
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 8.0])
+def test_a_beam_as_wide_as_the_search_space_finds_the_best_of_all(
+    model, everything, length_penalty
+):
+    targets, lengths, log_probs = everything
+    scores = log_probs / ((5 + lengths) / 6) ** length_penalty
+    assert (np.diff(np.sort(scores)[:, -2:]) > 1e-3).all()  # no ties
+    found = beam_search(
+        model,
+        SOURCE,
+        beam=VOCAB**LONGEST,
+        length_penalty=length_penalty,
+        source_mask=MASK,
+        **ENDS,
+    )
+    best = scores.argmax(axis=1)
+    assert written(found.ids) == [targets[i] for i in best]
+    # Cached against uncached, in float32: sums in another order.
+    np.testing.assert_allclose(found.log_prob, log_probs[range(len(best)), best], atol=1e-4)
+
+
+def test_the_length_penalty_makes_a_difference(everything):
+    targets, lengths, log_probs = everything
+    best = [
+        {targets[i] for i in (log_probs / ((5 + lengths) / 6) ** power).argmax(axis=1)}
+        for power in (0.0, 8.0)
+    ]
+    assert best[0] != best[1]
+
+
+def test_a_beam_of_one_is_greedy_and_greedy_is_the_best_next_token(model, everything):
+    targets, _, log_probs = everything
+    greedy = greedy_search(model, SOURCE, source_mask=MASK, **ENDS)
+    beam = beam_search(model, SOURCE, beam=1, source_mask=MASK, **ENDS)
+    np.testing.assert_array_equal(beam.ids, greedy.ids)
+    np.testing.assert_allclose(beam.log_prob, greedy.log_prob, rtol=1e-6)
+    for row, ids in enumerate(written(greedy.ids)):
+        assert ids in targets
+        np.testing.assert_allclose(
+            greedy.log_prob[row], log_probs[row, targets.index(ids)], atol=1e-4
+        )
+        for place in range(len(ids)):
+            # Of all that begin as it does, by the token that comes next: the most probable.
+            total = dict.fromkeys(range(VOCAB), 0.0)
+            for target, log_prob in zip(targets, log_probs[row], strict=True):
+                if target[:place] == ids[:place] and len(target) > place:
+                    total[target[place]] += np.exp(log_prob)
+            assert max(total, key=total.__getitem__) == ids[place]
+
+
+def test_a_wider_beam_finds_nothing_worse(model):
+    found = [beam_search(model, SOURCE, beam=b, source_mask=MASK, **ENDS) for b in (1, 3, 625)]
+    log_probs = np.stack([translation.log_prob for translation in found])
+    assert (log_probs[-1] >= log_probs - 1e-5).all()
+
+
+@pytest.mark.parametrize("search", [greedy_search, beam_search])
+def test_a_source_in_a_padded_batch_gets_what_it_gets_alone(model, search):
+    together = search(model, SOURCE, source_mask=MASK, **ENDS)
+    for row, length in enumerate(MASK.sum(1).tolist()):
+        alone = search(model, SOURCE[row : row + 1, :length], **ENDS)
+        np.testing.assert_array_equal(alone.ids[0], together.ids[row])
+        np.testing.assert_allclose(alone.log_prob[0], together.log_prob[row], atol=1e-4)
+
+
+def test_it_ends_where_it_is_told_to(model):
+    for most in (1, 2):
+        found = greedy_search(model, SOURCE, source_mask=MASK, max_new_tokens=most, **ENDS)
+        assert found.ids.shape == (4, most)
+        longer = greedy_search(model, SOURCE, source_mask=MASK, **ENDS)
+        np.testing.assert_array_equal(found.ids, longer.ids[:, :most])
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"max_new_tokens": 0}, r"max_new_tokens must be 1 to 4, .* got 0"),
+        ({"max_new_tokens": 5}, r"max_new_tokens must be 1 to 4, .* got 5"),
+        ({"beam": 0}, r"beam must be between 1 and .* got 0"),
+        ({"length_penalty": -1.0}, r"length_penalty must be at least 0.0, got -1.0"),
+    ],
+)
+def test_what_cannot_be_is_said(model, options, sentence):
+    with pytest.raises(UserError, match=sentence):
+        beam_search(model, SOURCE, **options, **ENDS)
+
+
+class Remembering(eqx.Module):
+    """An attention of one's own, whose cache has a form of its own."""
+
+    def __init__(self, config, *, key):
+        pass
+
+    def init_cache(self, batch, capacity, dtype):
+        return jnp.zeros((batch, capacity), dtype)
+
+    def __call__(self, x, cache=None, offset=0, *, key=None, padding_mask=None):
+        return x, cache
+
+
+def test_a_cache_that_beam_search_cannot_reorder_is_said():
+    config = dataclasses.replace(CONFIG, attention=Remembering)
+    model = drawn(lambda key: Seq2Seq(config, VOCAB, VOCAB, key=key))
+    with pytest.raises(UserError, match="attention has another"):
+        beam_search(model, SOURCE, **ENDS)

@@ -1,0 +1,249 @@
+"""The encoder-decoder and the encoder, against the paper's formulas and the laws of any block."""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import drawn
+
+from gptlite.config import VASWANI, ModelConfig, UserError
+from gptlite.models.encoder import Encoder
+from gptlite.models.seq2seq import Seq2Seq, shift_right
+from gptlite.models.summary import count_parameters, flops_per_token, summary
+from gptlite.models.watch import attention_maps
+from gptlite.testing import LAWS, check_block
+
+VOCAB = 19
+SMALL: dict[str, Any] = {"n_layers": 2, "n_heads": 2, "d_model": 16, "context_length": 9}
+PAPER = dataclasses.replace(VASWANI, **SMALL)
+OURS = ModelConfig(**SMALL, positions="sinusoidal", stack="scan", n_kv_heads=1, value_residual=True)
+# Softmax does not feel a bias of the keys.
+KEY_BIASES = [
+    "encoder.stack.blocks.attention.key.bias",
+    "decoder.stack.blocks.attention.key.bias",
+    "decoder.stack.blocks.cross_attention.key.bias",
+]
+
+
+def paper(config=PAPER, *, shared=True) -> Seq2Seq:
+    return drawn(lambda key: Seq2Seq(config, VOCAB, VOCAB, share_embedding=shared, key=key))
+
+
+def pairs():
+    """Sources of different lengths, and targets."""
+    random = np.random.default_rng(0)
+    source, targets = random.integers(VOCAB, size=(3, 7)), random.integers(VOCAB, size=(3, 6))
+    return source, np.arange(7) < np.array([[7], [5], [1]]), targets
+
+
+def reference(model: Seq2Seq, source, inputs):
+    """Logits of one pair in float64, from the formulas of Vaswani et al., 2017."""
+
+    def wide(tree):
+        return jax.tree.map(lambda x: np.asarray(x, np.float64) if eqx.is_array(x) else x, tree)
+
+    encoder, decoder = wide(model.encoder), wide(model.decoder)
+
+    def layers(half):
+        return wide(half.stack.unstack().blocks)
+
+    d, heads = PAPER.d_model, PAPER.n_heads
+    pre = model.config.block == "pre"
+
+    def linear(layer, x):
+        return x @ layer.weight.T + layer.bias
+
+    def norm(layer, x):
+        centred = x - x.mean(-1, keepdims=True)
+        deviation = np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+        return centred / deviation * layer.weight + layer.bias
+
+    def softmax(x):
+        e = np.exp(x - x.max(-1, keepdims=True))
+        return e / e.sum(-1, keepdims=True)
+
+    def attention(layer, x, memory, seen):  # section 3.2
+        q, k, v = linear(layer.query, x), linear(layer.key, memory), linear(layer.value, memory)
+        found = []
+        for head in range(heads):
+            part = slice(head * d // heads, (head + 1) * d // heads)
+            scores = q[:, part] @ k[:, part].T / np.sqrt(d // heads)
+            found.append(softmax(np.where(seen, scores, -np.inf)) @ v[:, part])
+        return linear(layer.output, np.concatenate(found, axis=-1))
+
+    def both_ways(layer, x):
+        return attention(layer, x, x, np.ones((len(x), len(x)), bool))
+
+    def causal(layer, x):
+        return attention(layer, x, x, np.tri(len(x), dtype=bool))
+
+    def feed_forward(layer, x):  # equation 2
+        return linear(layer.down, np.maximum(linear(layer.up, x), 0))
+
+    def sublayer(normed, x, branch, layer):  # section 3.1; pre-norm: Xiong et al., 2020
+        return x + branch(layer, norm(normed, x)) if pre else norm(normed, x + branch(layer, x))
+
+    def embed(table, ids):  # sections 3.4 and 3.5
+        t, i = np.arange(len(ids))[:, None], np.arange(d // 2)
+        angle = t / 10000 ** (2 * i / d)
+        positions = np.stack([np.sin(angle), np.cos(angle)], axis=-1).reshape(len(ids), d)
+        return table[ids] * np.sqrt(d) + positions
+
+    source_table = (decoder if model.shares_embedding else encoder).embedding.weight
+    memory = embed(source_table, source)
+    for block in layers(model.encoder):
+        memory = sublayer(block.attention_norm, memory, both_ways, block.attention)
+        memory = sublayer(block.mlp_norm, memory, feed_forward, block.mlp)
+    if pre:
+        memory = norm(encoder.norm, memory)
+
+    def to_memory(layer, x):
+        return attention(layer, x, memory, np.ones((len(x), len(memory)), bool))
+
+    x = embed(decoder.embedding.weight, inputs)
+    for block in layers(model.decoder):
+        x = sublayer(block.attention_norm, x, causal, block.attention)
+        x = sublayer(block.cross_norm, x, to_memory, block.cross_attention)
+        x = sublayer(block.mlp_norm, x, feed_forward, block.mlp)
+    if pre:
+        x = norm(decoder.norm, x)
+    head = decoder.embedding.weight if decoder.head is None else decoder.head.weight
+    return x @ head.T
+
+
+@pytest.mark.parametrize("block", ["post", "pre"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_logits_equal_the_papers_formulas(block, shared):
+    """In float32 against float64: sums of a few hundred terms, each rounded to 6e-8."""
+    config = dataclasses.replace(PAPER, block=block, tied_head=shared)
+    model = paper(config, shared=shared)
+    source, mask, targets = pairs()
+    inputs = shift_right(jnp.asarray(targets), 1)
+    assert inputs[:, 0].tolist() == [1, 1, 1]
+    np.testing.assert_array_equal(inputs[:, 1:], targets[:, :-1])
+    logits = eqx.filter_jit(model)(jnp.asarray(source), inputs, source_mask=jnp.asarray(mask))
+    for row in range(3):
+        wanted = reference(model, source[row][mask[row]], np.asarray(inputs[row]))
+        assert np.abs(wanted).max() > 0.5
+        np.testing.assert_allclose(logits[row], wanted, atol=1e-4 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize(
+    ("model", "idle"),
+    [
+        (paper(dataclasses.replace(PAPER, n_layers=1)), KEY_BIASES),
+        (drawn(lambda key: Seq2Seq(OURS, VOCAB, VOCAB + 2, key=key)), ()),
+    ],
+    ids=["paper", "ours"],
+)
+def test_an_encoder_decoder_keeps_every_law(model, idle):
+    assert set(check_block(model, idle=idle).laws) == set(LAWS) - {"scan"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"positions": "relative", "block": "sandwich"},
+        {"positions": "alibi", "block": "parallel", "value_residual": False},
+        {"positions": "rotary", "block": "post"},
+    ],
+    ids=lambda changes: changes["positions"],
+)
+def test_an_encoder_keeps_every_law_and_sees_both_ways(changes):
+    config = dataclasses.replace(OURS, **changes)
+    report = check_block(drawn(lambda key: Encoder(config, VOCAB, key=key)))
+    assert set(report.laws) == set(LAWS) - {"causal", "cached", "scan"}
+
+
+def test_a_shared_table_is_stored_and_counted_once():
+    shared, apart = paper(), paper(shared=False)
+    table = VOCAB * PAPER.d_model
+    assert count_parameters(apart) - count_parameters(shared) == table
+    source, _, targets = pairs()
+
+    @eqx.filter_jit
+    @eqx.filter_grad
+    def grad(model):
+        return jnp.sum(model(jnp.asarray(source), jnp.asarray(targets)) ** 2)
+
+    grads = grad(shared)
+    only_in_source = sorted(set(source.ravel()) - set(targets.ravel()))
+    untied = dataclasses.replace(PAPER, tied_head=False)
+    by_source = grad(paper(untied)).decoder.embedding.weight
+    assert grads.encoder.embedding is None
+    assert (np.abs(by_source[jnp.array(only_in_source)]).max(-1) > 0).all()
+
+
+def test_the_table_of_an_encoder_decoder_adds_up():
+    model = paper()
+    text = summary(model, batch_size=2)
+    rows = [line.split() for line in text.split("---\n")[1].splitlines()[:-1]]
+    assert sum(int(row[-2].replace(",", "")) for row in rows) == count_parameters(model)
+    assert "decoder.stack.blocks.cross_attention.query (x 2)" in text
+    assert all("[seq, " in line for line in text.split("---\n")[1].splitlines()[:-1])
+    # By hand: a decoder's layer has a product more for each matrix of its cross-attention.
+    d, context, layers = PAPER.d_model, PAPER.context_length, PAPER.n_layers
+    products = layers * (12 + 16) * d * d + VOCAB * d
+    attention = layers * 3 * 2 * context * d
+    forward, training = flops_per_token(model)
+    assert forward == 2 * (products + attention)
+    assert training == 3 * forward
+
+
+def test_the_attention_maps_of_all_three_kinds():
+    source, mask, targets = pairs()
+    maps = attention_maps(
+        paper(), jnp.asarray(source), jnp.asarray(targets), source_mask=jnp.asarray(mask)
+    )
+    assert set(maps) == {
+        f"{half}.stack.blocks.{layer}.{kind}"
+        for half, kinds in (
+            ("encoder", ["attention"]),
+            ("decoder", ["attention", "cross_attention"]),
+        )
+        for kind in kinds
+        for layer in range(2)
+    }
+    for name, weights in maps.items():
+        queries, keys = 7 if "encoder" in name else 6, 6 if "decoder" in name else 7
+        keys = 7 if "cross" in name else keys
+        assert weights.shape == (3, 2, queries, keys)
+        np.testing.assert_allclose(weights.sum(-1), 1.0, rtol=1e-5)
+        if name.startswith("decoder") and "cross" not in name:
+            assert not np.triu(weights, 1).any()
+        else:  # the sources' padding
+            seen = np.broadcast_to(mask[:, None, None], weights.shape)
+            assert not weights[~seen].any()
+            assert (weights[seen] > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (
+            lambda key: Seq2Seq(dataclasses.replace(PAPER, block="sandwich"), 5, 5, key=key),
+            "must be one of pre, post, got sandwich",
+        ),
+        (
+            lambda key: Encoder(dataclasses.replace(PAPER, attention="sliding"), 5, key=key),
+            "attention must be full, got sliding",
+        ),
+        (
+            lambda key: Seq2Seq(PAPER, 5, 6, share_embedding=True, key=key),
+            "both vocabularies must be the same, got 5 and 6",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_said(make, sentence):
+    with pytest.raises((UserError, ValueError), match=sentence):
+        eqx.filter_eval_shape(make, jax.random.key(0))
+
+
+def test_a_decoder_block_without_a_source_says_so():
+    block = paper().decoder.stack.first
+    with pytest.raises(ValueError, match="needs an encoder's output"):
+        block(jnp.zeros((1, 3, 16)))

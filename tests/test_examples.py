@@ -1,0 +1,68 @@
+"""The examples, each as it is typed, for a few steps."""
+
+import re
+import runpy
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from conftest import ROOT, TEXT
+
+# Enough words, and speakers with enough speeches.
+WORDS = " ".join(f"{a}{b}{c}" for a in "bdfgklmnprst" for b in "aeiou" for c in "bdfgklmnprstvwxyz")
+MORE = " ".join(f"{a}{b}{c}e" for a in "bdfgklmnprst" for b in "aeiou" for c in "bdfgklmnprstvwxyz")
+PLAY = "".join(f"SPEAKER {i % 11}:\n{line}\n\n" for i, line in enumerate(TEXT.split("\n") * 4))
+
+
+def run(name, *words):
+    return subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name), *words],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("rot13.py", WORDS + " " + MORE, r"exactly right of 1,000 unseen words: [\d.]+%"),
+        ("reverse.py", None, r"0 1 5 9 0 3 5 2 5 7 -> .*"),
+        ("masked.py", PLAY, r"mean of embeddings +[\d.]+%"),
+        ("glove.py", WORDS, r"frozen to the vectors:\nstep 2/2 .* nats a word"),
+    ],
+)
+def test_it_runs(tmp_path, name, text, said):
+    words = ["--steps", "2"]
+    if text is not None:
+        (tmp_path / "text.txt").write_text(text)
+        words += ["--corpus", str(tmp_path / "text.txt")]
+    done = run(name, *words)
+    assert done.returncode == 0, done.stderr
+    assert "step 2/2" in done.stdout
+    assert re.search(said, done.stdout), done.stdout
+
+
+def test_the_answers_to_reverse_are_the_ones_that_it_describes():
+    reverse = SimpleNamespace(**runpy.run_path(str(ROOT / "examples" / "reverse.py")))
+    shown, wanted = "0 1 5 9 0 3 5 2 5", "5 2 X 3 X 9 5 1 0"
+    found = reverse.answer(np.array([[int(digit) for digit in shown.split()]]))[0]
+    assert " ".join("X" if i == reverse.X else str(i) for i in found) == wanted
+    assert f"`{shown}` gives `{wanted}`" in (ROOT / "examples" / "reverse.py").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("rot13.py", "too few words", "error: .* has 3 words; more are needed."),
+        ("glove.py", "too few words", "error: .* has 4 words; more are needed."),
+        ("masked.py", TEXT, "error: .* must have 10 speakers with at least 5 speeches each."),
+    ],
+)
+def test_a_text_that_will_not_do_is_said(tmp_path, name, text, sentence):
+    (tmp_path / "text.txt").write_text(text)
+    done = run(name, "--corpus", str(tmp_path / "text.txt"))
+    assert done.returncode == 2
+    assert re.fullmatch(sentence + "\n", done.stderr), done.stderr

@@ -1,0 +1,110 @@
+"""Training of any model: an encoder that learns what its tokens' neighbours are."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gptlite.config import ModelConfig, OptimizerConfig, TrainingConfig
+from gptlite.models.encoder import Encoder
+from gptlite.models.gpt import GPT
+from gptlite.nn import Embedding
+from gptlite.training.loop import DivergenceError
+from gptlite.training.loss import cross_entropy, window_losses
+from gptlite.training.train import train
+
+VOCAB = 16
+CONFIG = ModelConfig(
+    n_layers=1, n_heads=2, d_model=16, context_length=6, dropout=0.01, embed_previous=0
+)
+TRAINING = TrainingConfig(
+    steps=245, batch_size=8, eval_every=120, steps_per_dispatch=50, compute_dtype="float32"
+)
+
+
+def losses(model, batch, *, label_smoothing, key):
+    """What stands two places further on is to be told."""
+    hidden = model(batch["ids"], key=key)
+    return cross_entropy(hidden, batch["targets"], label_smoothing) * batch["scale"][:, None]
+
+
+def batch(step):
+    ids = np.random.default_rng(step).integers(VOCAB, size=(8, 6)).astype(np.int32)
+    return {"ids": ids, "targets": np.roll(ids, -2, axis=1), "scale": np.ones(8, np.float32)}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Encoder(CONFIG, VOCAB, key=jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def trained(model):
+    looks = []
+
+    def look(model):
+        found = losses(model, jax.tree.map(jnp.asarray, batch(99)), label_smoothing=0, key=None)
+        looks.append(float(found.mean()))
+        return "looked"
+
+    return train(model, losses, batch, OptimizerConfig(), TRAINING, look=look), looks
+
+
+def test_it_learns_what_only_both_ways_can_tell(trained, model, capsys):
+    _, looks = trained
+    assert len(looks) == 3  # after 120, 240 and 245 steps
+    assert looks[-1] < 0.5 * np.log(VOCAB)
+    assert jax.tree.leaves(eqx.filter(model, eqx.is_array))[0].is_deleted() is False
+
+
+def test_the_same_again_to_the_bit(trained, model, capsys):
+    again = train(model, losses, batch, OptimizerConfig(), TRAINING)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        *(eqx.filter(m, eqx.is_array) for m in (again, trained[0])),
+    )
+    said = capsys.readouterr().out
+    assert [line.split()[1] for line in said.splitlines()] == ["120/245", "240/245", "245/245"]
+
+
+def test_a_loss_that_is_not_finite_is_said(model):
+    def bad(step):
+        return batch(step) | {"scale": np.full(8, np.inf if step == 17 else 1, np.float32)}
+
+    with pytest.raises(DivergenceError, match="diverged at step 18"):
+        train(model, losses, bad, OptimizerConfig(), TRAINING)
+
+
+@pytest.mark.parametrize("name", ["muon", "adamw"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_frozen_table_stays_what_it_is(name, tied):
+    key = jax.random.key(0)
+    vectors = jax.random.normal(key, (VOCAB, 16))
+    config = dataclasses.replace(CONFIG, tied_head=tied)
+    model = GPT(config, VOCAB, key=key)
+    frozen, free = (
+        eqx.tree_at(
+            lambda model: model.embedding,
+            model,
+            Embedding(VOCAB, 16, vectors=vectors, frozen=frozen, key=key),
+        )
+        for frozen in (True, False)
+    )
+    optimizer = OptimizerConfig(name=name, weight_decay=0.1)
+    training = dataclasses.replace(TRAINING, steps=3)
+
+    def windows(step):
+        return np.random.default_rng(step).integers(VOCAB, size=(8, 7)).astype(np.int32)
+
+    after = train(frozen, window_losses, windows, optimizer, training)
+    np.testing.assert_array_equal(after.embedding.weight, vectors)
+    moved = train(free, window_losses, windows, optimizer, training)
+    assert np.abs(moved.embedding.weight - vectors).max() > 1e-3
+
+
+def test_vectors_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match=r"vectors must be \[16, 8\], got \[16, 4\]"):
+        Embedding(VOCAB, 8, vectors=jnp.zeros((VOCAB, 4)), key=jax.random.key(0))
