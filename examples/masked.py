@@ -101,7 +101,7 @@ def probe(features, labels, test_features, test_labels):
     return np.mean(np.argmax(test @ weight[:, :-1].T + weight[:, -1], axis=1) == test_labels)
 
 
-def main(steps: int = 1200, seed: int = 0, corpus: str = "shakespeare") -> None:
+def main(steps: int = 1000, seed: int = 0, corpus: str = "shakespeare") -> None:
     """Masked characters, and what the encoder that fills them in knows of the speaker.
 
     Args:

@@ -46,7 +46,7 @@ def losses(model, batch, *, label_smoothing, key):
     return cross_entropy(logits, batch["targets"], label_smoothing)
 
 
-def main(steps: int = 1500, seed: int = 0) -> None:
+def main(steps: int = 2000, seed: int = 0) -> None:
     """Ten digits in; out comes the sequence reversed, every even repetition of a digit an X.
 
     Args:
