@@ -82,6 +82,11 @@ def mask(random, ids, vocab_size):
     return {"ids": hidden.astype(np.int32), "targets": np.where(chosen, ids, -1).astype(np.int32)}
 
 
+def in_parts(function, pieces):
+    """`function` of every piece, some at a time: all at once would take gigabytes."""
+    return jax.lax.map(function, pieces, batch_size=64)
+
+
 def probe(features, labels, test_features, test_labels):
     """The share of the test that a logistic regression gets right."""
     mean, std = features.mean(0), features.std(0) + 1e-6
@@ -146,10 +151,13 @@ def main(steps: int = 1000, seed: int = 0, corpus: str = "shakespeare") -> None:
     )
     asked = mask(np.random.default_rng(seed), held_out, vocab)
 
+    @eqx.filter_jit
+    def guesses(model, ids):
+        return in_parts(lambda ids: jnp.argmax(model(ids, padding_mask=ids >= 0), axis=-1), ids)
+
     def look(model):
-        ids, targets = asked["ids"], asked["targets"]
-        logits = eqx.filter_jit(model)(jnp.asarray(ids), padding_mask=jnp.asarray(ids >= 0))
-        right = np.argmax(logits, axis=-1)[targets >= 0] == targets[targets >= 0]
+        found, targets = guesses(model, jnp.asarray(asked["ids"])), asked["targets"]
+        right = np.asarray(found)[targets >= 0] == targets[targets >= 0]
         return f"of masked characters in unseen speeches right: {right.mean():.1%}"
 
     model = train(model, losses, batch, OptimizerConfig(), training, look=look)
@@ -157,8 +165,12 @@ def main(steps: int = 1000, seed: int = 0, corpus: str = "shakespeare") -> None:
     @eqx.filter_jit
     def summed(encoder, ids):
         """The sum of a piece's embeddings."""
-        real = ids >= 0
-        return jnp.sum(jnp.where(real[..., None], encoder(ids, padding_mask=real), 0), axis=1)
+
+        def sum_of(ids):
+            real = ids >= 0
+            return jnp.sum(jnp.where(real[:, None], encoder(ids, padding_mask=real), 0), axis=0)
+
+        return in_parts(sum_of, ids)
 
     def mean_embeddings(part):
         pieces = [pieces_of(speeches[i]) for i in part]

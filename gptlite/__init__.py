@@ -1,4 +1,4 @@
-"""gptlite: a small decoder-only language model package in Equinox.
+"""gptlite: a small language model package in Equinox.
 
     text -> tokens -> batches -> model -> loss -> update -> checkpoint -> generated text
 
@@ -24,25 +24,39 @@ _jaxtyping.install_import_hook(
 )
 
 if TYPE_CHECKING:
-    from gptlite.config import Config, ModelConfig, SamplingConfig, TrainingConfig, UserError
+    from gptlite.config import (
+        Config,
+        ModelConfig,
+        OptimizerConfig,
+        SamplingConfig,
+        TrainingConfig,
+        UserError,
+    )
     from gptlite.generation.generate import generate
+    from gptlite.generation.translate import beam_search, greedy_search
+    from gptlite.models.encoder import Encoder
     from gptlite.models.gpt import GPT
+    from gptlite.models.seq2seq import Seq2Seq
     from gptlite.models.summary import summary
+    from gptlite.models.watch import attention_maps
     from gptlite.own import load_own
+    from gptlite.testing import check_block
     from gptlite.text.corpus import load_corpus
     from gptlite.text.tokenizer import make_tokenizer
     from gptlite.text.tokens import split_corpus
     from gptlite.training.loop import fit
     from gptlite.training.run import load_run
+    from gptlite.training.train import train
 
 _HOMES = {
     "Config": "config",
     "Encoder": "models.encoder",
     "GPT": "models.gpt",
     "ModelConfig": "config",
+    "OptimizerConfig": "config",
     "SamplingConfig": "config",
-    "TrainingConfig": "config",
     "Seq2Seq": "models.seq2seq",
+    "TrainingConfig": "config",
     "UserError": "config",
     "attention_maps": "models.watch",
     "beam_search": "generation.translate",
@@ -62,18 +76,26 @@ _HOMES = {
 __all__ = [
     "GPT",
     "Config",
+    "Encoder",
     "ModelConfig",
+    "OptimizerConfig",
     "SamplingConfig",
+    "Seq2Seq",
     "TrainingConfig",
     "UserError",
+    "attention_maps",
+    "beam_search",
+    "check_block",
     "fit",
     "generate",
+    "greedy_search",
     "load_corpus",
     "load_own",
     "load_run",
     "make_tokenizer",
     "split_corpus",
     "summary",
+    "train",
 ]
 
 

@@ -20,8 +20,9 @@ def attention(
     """The attention weights of one sequence, as `gptlite.attention_maps` gives them: the heads side
     by side, a row for each query, the darker the more it takes of a key.
 
-    `queries` and `keys` are the tokens on the axes; without `keys`, they are the same. Show it as
-    the last line of a notebook's cell, or `figure.savefig("attention.png")`.
+    `queries` and `keys` are the tokens on the axes; without `keys`, they are the same. In a
+    notebook, after `%matplotlib inline`, the last line of a cell shows it; elsewhere,
+    `figure.savefig("attention.png")` writes it.
 
     **Raises:** `ValueError` if there are not as many tokens as the weights have rows and columns.
     """

@@ -335,7 +335,9 @@ def test_a_parameter_may_be_known_to_be_idle():
 
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
 def test_tables_of_other_things_are_not_taken_for_ids(positions):
-    model = tiny_model(positions=positions, d_ff=40, context_length=20, embed_previous=0)
+    model = tiny_model(
+        positions=positions, n_layers=1, d_ff=40, context_length=20, embed_previous=0
+    )
     assert "causal" in check_block(model.unstacked()).laws
 
 

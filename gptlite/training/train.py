@@ -41,7 +41,7 @@ def train(
     - `batch(step)`: NumPy arrays, in any pytree, that begin with an axis of `training.batch_size`.
       The same for the same step, if training is to be repeatable.
     - `look(model)`: called every `training.eval_every` steps and at the end; what it returns is
-      shown.
+      shown. The model that it is given lives until it returns.
 
     **Raises:** `UserError` if the devices cannot share a batch; `DivergenceError` at a loss or
     gradient that is not finite.
@@ -91,7 +91,8 @@ def train(
                 loss = check(*before)
                 # On one device: what looks need not know of others.
                 found = look(_on_one_device(state.model))
-                tqdm.write(f"step {step}/{training.steps}  loss {loss:.4f}  {found}", sys.stdout)
+                line = f"step {step}/{training.steps}  loss {loss:.4f}  {found}"
+                tqdm.write(line.rstrip(), sys.stdout)
                 sys.stdout.flush()
     return _on_one_device(state.model)
 
