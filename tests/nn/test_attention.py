@@ -10,6 +10,8 @@ from jaxtyping import TypeCheckError
 from gptlite.nn import (
     ALiBi,
     Attention,
+    Bidirectional,
+    CrossAttention,
     LayerCache,
     Linear,
     NoPositions,
@@ -170,6 +172,65 @@ def reference_with(query, key, value, *, bias=None, window=None, tokens=None):
             weights = np.exp(scores - scores.max())
             out[row, i] = (weights / weights.sum()) @ value[row, seen]
     return out
+
+
+@pytest.mark.parametrize("attend_fn", [attend_plain, attend_fused])
+@pytest.mark.parametrize(("queries", "keys"), [(9, 9), (4, 9), (9, 4), (1, 9)])
+def test_both_ways_every_query_sees_every_key(attend_fn, queries, keys):
+    q, k, v = (np.asarray(x, np.float64) for x in random_qkv(queries, keys))
+    weights = np.exp(q @ k.swapaxes(-1, -2) / np.sqrt(8))
+    out = attend_fn(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)), mask=Bidirectional())
+    np.testing.assert_allclose(
+        out, weights / weights.sum(-1, keepdims=True) @ v, rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("n_kv_heads", [1, 2, 4])
+def test_weights_times_values_are_what_comes_out(n_kv_heads):
+    """With a cache, a mask, padding and shared keys."""
+    layer = attention(n_kv_heads=n_kv_heads, mask=SlidingWindow(3), qk_norm=True)
+    x = jax.random.normal(jax.random.key(1), (2, 5, 16))
+    mask = jnp.arange(8) < jnp.array([[8], [3]])
+    cache = layer.init_cache(2, 8, jnp.float32)
+    given = {"cache": cache, "offset": jnp.asarray(0), "padding_mask": mask}
+    weights = layer.weights(x, **given)
+    assert weights.shape == (2, 4, 5, 8)
+    out, cache = layer(x, **given)
+    values = cache.values.reshape(2, n_kv_heads, 8, 4).repeat(4 // n_kv_heads, axis=1)
+    joined = (weights @ values).swapaxes(1, 2).reshape(2, 5, 16)
+    np.testing.assert_allclose(out, layer.output(joined), rtol=1e-4, atol=1e-5)
+
+
+def test_cross_attention_is_attention_to_what_was_read():
+    layer = CrossAttention(16, 4, n_kv_heads=2, std=0.5, output_std=0.5, key=jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (2, 3, 16))
+    memory = jax.random.normal(jax.random.key(2), (2, 6, 16))
+    mask = jnp.arange(6) < jnp.array([[6], [2]])
+    read = layer.read(memory, mask)
+    out, weights = layer(x, read), layer.weights(x, read)
+    np.testing.assert_allclose(weights.sum(-1), 1.0, rtol=1e-5)
+    assert not weights[1, ..., 2:].any()
+    values = read.values.reshape(2, 2, 6, 4).repeat(2, axis=1)
+    joined = (weights @ values).swapaxes(1, 2).reshape(2, 3, 16)
+    np.testing.assert_allclose(out, layer.output(joined), rtol=1e-4, atol=1e-5)
+    alone = layer(x[1], layer.read(memory[1, :2]))
+    np.testing.assert_allclose(out[1], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_relative_bias_both_ways_has_half_of_the_buckets_for_each():
+    """Raffel et al.'s relative_position_bucket(bidirectional=True), in Python."""
+    module = RelativeBias(2, both_ways=True, key=jax.random.key(0))
+
+    def bucket(back):
+        if abs(back) < 8:
+            place = abs(back)
+        else:
+            place = min(15, 8 + int(np.log(abs(back) / 8) / np.log(128 / 8) * 8))
+        return place + 16 * (back < 0)
+
+    wanted = np.array([[bucket(i - j) for j in range(200)] for i in range(200)])
+    found = module(200, 200, 0)
+    np.testing.assert_allclose(found, np.moveaxis(module.table.weight[wanted], -1, 0))
 
 
 @pytest.mark.parametrize("attend_fn", [attend_plain, attend_fused])
