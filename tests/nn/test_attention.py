@@ -196,6 +196,7 @@ def test_weights_times_values_are_what_comes_out(n_kv_heads):
     weights = layer.weights(x, **given)
     assert weights.shape == (2, 4, 5, 8)
     out, cache = layer(x, **given)
+    assert cache is not None
     values = cache.values.reshape(2, n_kv_heads, 8, 4).repeat(4 // n_kv_heads, axis=1)
     joined = (weights @ values).swapaxes(1, 2).reshape(2, 5, 16)
     np.testing.assert_allclose(out, layer.output(joined), rtol=1e-4, atol=1e-5)
@@ -230,7 +231,7 @@ def test_relative_bias_both_ways_has_half_of_the_buckets_for_each():
 
     wanted = np.array([[bucket(i - j) for j in range(200)] for i in range(200)])
     found = module(200, 200, 0)
-    np.testing.assert_allclose(found, np.moveaxis(module.table.weight[wanted], -1, 0))
+    np.testing.assert_allclose(found, jnp.moveaxis(module.table.weight[wanted], -1, 0))
 
 
 @pytest.mark.parametrize("attend_fn", [attend_plain, attend_fused])
