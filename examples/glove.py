@@ -67,6 +67,9 @@ def main(
     """
     began = time.perf_counter()
     set_up_jax(cpu_devices=2)
+    training = TrainingConfig(
+        steps=steps, batch_size=32, eval_every=steps, seed=seed, compute_dtype="float32"
+    )
     text = re.findall(r"[a-z']+|[.,;:!?]", load_corpus(corpus).text.lower())
     count = len(text) * 9 // 10
     frequent = collections.Counter(text[:count]).most_common(WORDS - 1)
@@ -87,23 +90,24 @@ def main(
         print(f"    near {word}: {', '.join(words[i] for i in closest)}")
 
     config = ModelConfig(
-        n_layers=2, n_heads=2, d_model=weight.shape[1], context_length=32, embed_previous=0
-    )
-    training = TrainingConfig(
-        steps=steps, batch_size=32, eval_every=steps, seed=seed, compute_dtype="float32"
+        n_layers=2,
+        n_heads=2 if weight.shape[1] % 4 == 0 else 1,
+        d_model=weight.shape[1],
+        context_length=32,
+        embed_previous=0,
     )
     batches = Batches(ids[:count], training.batch_size, config.context_length, seed)
     held_out, _ = split_windows(ids[count:], config.context_length)
+    require(len(held_out) > 1, f"{corpus} is too short: nothing is left to validate on.")
 
     def look(model):
         losses = eqx.filter_jit(window_losses)(model, jnp.asarray(held_out[:-1]))
         return f"validation loss {losses.mean():.4f} nats a word"
 
-    given = jnp.asarray(weight)
     for name, start, frozen in (
         ("drawn at random", None, False),
-        ("starting from the vectors", given, False),
-        ("frozen to the vectors", given, True),
+        ("starting from the vectors", weight, False),
+        ("frozen to the vectors", weight, True),
     ):
         print(f"a table {name}:")
         key = jax.random.key(seed)

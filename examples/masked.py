@@ -62,7 +62,7 @@ def losses(model, batch, *, label_smoothing, key):
     asked = targets >= 0
     logits = model(ids, padding_mask=ids >= 0, key=key)
     found = cross_entropy(logits, jnp.maximum(targets, 0), label_smoothing)
-    return jnp.sum(jnp.where(asked, found, 0)) / jnp.sum(asked)
+    return jnp.sum(jnp.where(asked, found, 0)) / jnp.maximum(jnp.sum(asked), 1)
 
 
 def pieces_of(speech):
@@ -116,6 +116,9 @@ def main(steps: int = 1000, seed: int = 0, corpus: str = "shakespeare") -> None:
     """
     began = time.perf_counter()
     set_up_jax(cpu_devices=2)
+    training = TrainingConfig(
+        steps=steps, batch_size=32, eval_every=200, seed=seed, compute_dtype="float32"
+    )
     # Text to speeches: "NAME:", its lines, an empty line.
     text = load_corpus(corpus).text
     play = re.findall(r"^([^\n:]+):\n(.+?)(?:\n\n|\Z)", text, flags=re.MULTILINE | re.DOTALL)
@@ -146,9 +149,6 @@ def main(steps: int = 1000, seed: int = 0, corpus: str = "shakespeare") -> None:
     config = ModelConfig(n_layers=3, n_heads=4, d_model=128, d_ff=256, context_length=CONTEXT)
     model = MaskedLM(config, vocab, key=jax.random.key(seed))
     print(f"{count_parameters(model):,} parameters")
-    training = TrainingConfig(
-        steps=steps, batch_size=32, eval_every=200, seed=seed, compute_dtype="float32"
-    )
     asked = mask(np.random.default_rng(seed), held_out, vocab)
 
     @eqx.filter_jit

@@ -35,6 +35,10 @@ def answer(digits):
     return np.where(times % 2 == 0, X, digits)[:, ::-1]
 
 
+def with_end(answers):
+    return np.pad(answers, ((0, 0), (0, 1)), constant_values=END)
+
+
 def number(digits):
     """A sequence as one number, to find it again."""
     return digits @ 10 ** np.arange(DIGITS)
@@ -55,6 +59,9 @@ def main(steps: int = 2000, seed: int = 0) -> None:
     """
     began = time.perf_counter()
     set_up_jax(cpu_devices=2)
+    training = TrainingConfig(
+        steps=steps, batch_size=128, eval_every=250, seed=seed, compute_dtype="float32"
+    )
     unseen = np.random.default_rng(seed).integers(10, size=(UNSEEN, DIGITS))
     kept = number(unseen)
 
@@ -63,7 +70,7 @@ def main(steps: int = 2000, seed: int = 0) -> None:
         digits = random.integers(10, size=(training.batch_size, DIGITS))
         while (found := np.isin(number(digits), kept)).any():
             digits[found] = random.integers(10, size=(found.sum(), DIGITS))
-        targets = np.pad(answer(digits), ((0, 0), (0, 1)), constant_values=END)
+        targets = with_end(answer(digits))
         return {"source": digits.astype(np.int32), "targets": targets.astype(np.int32)}
 
     config = ModelConfig(
@@ -76,13 +83,10 @@ def main(steps: int = 2000, seed: int = 0) -> None:
     )
     model = Seq2Seq(config, 10, END + 1, key=jax.random.key(seed))
     print(f"{count_parameters(model):,} parameters")
-    training = TrainingConfig(
-        steps=steps, batch_size=128, eval_every=250, seed=seed, compute_dtype="float32"
-    )
 
     def look(model):
-        found = greedy_search(model, jnp.asarray(unseen), start=START, end=END).ids[:, :DIGITS]
-        right = np.mean(np.all(np.asarray(found) == answer(unseen), axis=1))
+        found = greedy_search(model, jnp.asarray(unseen), start=START, end=END).ids
+        right = np.mean(np.all(np.asarray(found) == with_end(answer(unseen)), axis=1))
         return f"exactly right of {UNSEEN:,} unseen sequences: {right:.2%}"
 
     model = train(model, losses, batch, OptimizerConfig(), training, look=look)

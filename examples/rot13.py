@@ -46,7 +46,8 @@ def ids_of(words):
 
 def words_of(ids):
     """The words again, each up to its end."""
-    return ["".join(LETTERS[i] for i in row if 0 <= i < END) for row in np.asarray(ids)]
+    letters = [*LETTERS, "<start>"]
+    return ["".join(letters[i] for i in row if i >= 0 and i != END) for row in np.asarray(ids)]
 
 
 def rot13(words):
@@ -72,18 +73,30 @@ def main(steps: int = 1500, seed: int = 0, corpus: str = "auto") -> None:
     """
     began = time.perf_counter()
     set_up_jax(cpu_devices=2)
+    training = TrainingConfig(
+        steps=steps,
+        batch_size=128,
+        label_smoothing=0.1,
+        eval_every=250,
+        seed=seed,
+        compute_dtype="float32",
+    )
     text = load_corpus(corpus).text.lower()
     words = sorted({word for word in re.findall("[a-z]+", text) if len(word) <= LONGEST})
     require(len(words) > 2 * UNSEEN, f"{corpus} has {len(words):,} words; more are needed.")
     words = np.random.default_rng(seed).permutation(words)
     unseen, seen = words[:UNSEEN].tolist(), words[UNSEEN:]
+    kept = set(unseen)
 
     def batch(step):
         """Half of them words, half of them made up: those cannot be guessed and must be read."""
         random = np.random.default_rng([seed, step])
         half = training.batch_size // 2
-        lengths = random.integers(1, LONGEST + 1, size=half)
-        made_up = ["".join(random.choice(list(LETTERS), size=length)) for length in lengths]
+        made_up: list[str] = []
+        while len(made_up) < half:
+            word = "".join(random.choice(list(LETTERS), size=random.integers(1, LONGEST + 1)))
+            if word not in kept:
+                made_up.append(word)
         words = [*made_up, *random.choice(seen, size=half)]
         targets = np.pad(ids_of(rot13(words)), ((0, 0), (0, 1)), constant_values=-1)
         targets[np.arange(len(words)), [len(word) for word in words]] = END
@@ -96,14 +109,6 @@ def main(steps: int = 1500, seed: int = 0, corpus: str = "auto") -> None:
     print(
         f"{len(seen):,} words, {count_parameters(model):,} parameters; "
         f"{seen[0]} is to become {rot13(seen[:1])[0]}"
-    )
-    training = TrainingConfig(
-        steps=steps,
-        batch_size=128,
-        label_smoothing=0.1,
-        eval_every=250,
-        seed=seed,
-        compute_dtype="float32",
     )
     optimizer = OptimizerConfig(
         name="adamw", learning_rate=3e-3, schedule="noam", warmup_fraction=0.1, beta2=0.98

@@ -200,6 +200,8 @@ class _Layer:
             what = f"with {before} places of padding before and {padding - before} after it"
             out = self.compiled(self.block, padded, padding_mask=mask)
             _compare(out[:, inside], whole, what, "without")
+            alone = self.compiled(self.block, padded[0], padding_mask=mask[0])
+            _compare(alone[inside], whole[0], f"alone, {what}", "without")
             if self.kind != "layer" and self.causal:
                 out = self.in_parts(padded, self.cuts(), padding_mask=mask)
                 _compare(out[:, inside], whole, f"cached, {what}", "without")
@@ -238,7 +240,8 @@ class _Layer:
                         raise Broken(f"the gradient of {of} is not finite.")
                     if name not in self.idle and not np.abs(part).max() > 1e-12:
                         raise Broken(
-                            f"{of} changes nothing: its gradient is zero. (If it is to: idle.)"
+                            f"{of} changes nothing: its gradient is zero. (If it is known to do "
+                            f"nothing, idle=[{name!r}].)"
                         )
             ours = np.array([jnp.vdot(g, d) for g, d in zip(grads, directions, strict=True)])
             eye = jnp.eye(len(leaves))
@@ -416,7 +419,9 @@ class _Targets(eqx.Module):
 
     model: Seq2Seq
     source: Any
-    """`[batch, seq]`."""
+    """`[seq]`, the same for all."""
+    source_mask: Any = None
+    """False where it has no token."""
     prefix = "model."
 
     @property
@@ -424,10 +429,12 @@ class _Targets(eqx.Module):
         return self.model.config
 
     def __call__(self, ids: Any, **options: Any) -> Any:
-        return self.model(self.sources(ids.shape[:-1]), ids, **options)
+        return self.model(
+            *self.sources(ids.shape[:-1], ids), **self.masks(ids.shape[:-1]), **options
+        )
 
     def init_cache(self, batch: tuple[int, ...]) -> Any:
-        return self.model.init_cache(self.sources(batch))
+        return self.model.init_cache(*self.sources(batch), **self.masks(batch))
 
     def extend(self, ids: Any, cache: Any, **options: Any) -> Any:
         return self.model.decoder.extend(ids, cache, **options)
@@ -435,8 +442,13 @@ class _Targets(eqx.Module):
     def logits(self, hidden: Any) -> Any:
         return self.model.decoder.logits(hidden)
 
-    def sources(self, batch: tuple[int, ...]) -> Any:
-        return jnp.broadcast_to(self.source, (*batch, len(self.source)))
+    def sources(self, batch: tuple[int, ...], *ids: Any) -> Any:
+        return jnp.broadcast_to(self.source, (*batch, len(self.source))), *ids
+
+    def masks(self, batch: tuple[int, ...]) -> Any:
+        if self.source_mask is None:
+            return {}
+        return {"source_mask": jnp.broadcast_to(self.source_mask, (*batch, len(self.source)))}
 
 
 class _Seq2Seq(_Model):
@@ -448,30 +460,44 @@ class _Seq2Seq(_Model):
         return ()
 
     def check_both_ways(self) -> None:
-        source = self.block.source
-        before = self.compiled(self.block, self.x)
-        for place in range(len(source)):
-            other = eqx.tree_at(
-                lambda b: b.source, self.block, source.at[place].set(source[place - 1])
-            )
-            moved = np.abs(self.compiled(other, self.x) - before).max(-1)
-            if not moved.min() > NO_INFLUENCE * np.abs(before).max():
-                _, i = np.unravel_index(moved.argmin(), moved.shape)
-                raise Broken(
-                    f"the output at position {i} does not depend on the source at {place}."
-                )
+        model, source = self.block.model, self.block.source
+        found = {
+            "output": lambda source: _compiled(model, source, self.x[0]),
+            "encoder's output": lambda source: _compiled(model.encode, source),
+        }
+        for what, run in found.items():
+            before = run(source)
+            for place in range(len(source)):
+                moved = np.abs(run(source.at[place].set(source[place - 1])) - before).max(-1)
+                if not moved.min() > NO_INFLUENCE * np.abs(before).max():
+                    raise Broken(
+                        f"the {what} at position {moved.argmin()} does not depend on the source "
+                        f"at {place}."
+                    )
 
     def check_batch(self) -> None:
         super().check_batch()
-        # Each with a source of its own, of its own length.
+        # Each with a source of its own, of its own length, at its own place.
+        seq = len(self.block.source)
+        lengths, before = np.maximum(1, seq - np.arange(BATCH)), np.minimum(np.arange(BATCH), 1)
         sources = jnp.stack([jnp.roll(self.block.source, i) for i in range(BATCH)])
-        seq = sources.shape[1]
-        lengths = jnp.maximum(1, seq - jnp.arange(BATCH))
-        mask = jnp.arange(seq) < lengths[:, None]
+        places = np.arange(seq) - before[:, None]
+        mask = jnp.asarray((places >= 0) & (places < lengths[:, None]))
         together = _compiled(self.block.model, sources, self.x, source_mask=mask)
-        for row, length in enumerate(lengths.tolist()):
-            alone = _compiled(self.block.model, sources[row, :length], self.x[row])
+        for row, x in enumerate(self.x):
+            alone = _compiled(self.block.model, sources[row][mask[row]], x)
             _compare(together[row], alone, f"pair {row} in a batch, its source padded", "alone")
+
+    def check_cached(self) -> None:
+        super().check_cached()
+        whole, source = self.compiled(self.block, self.x), self.block.source
+        padded = _Targets(
+            self.block.model,
+            jnp.concatenate([source[:2], source, source[:1]]),
+            jnp.array([False] * 2 + [True] * len(source) + [False]),
+        )
+        found = dataclasses.replace(self, block=padded).in_parts(self.x, self.cuts())
+        _compare(found, whole, "cached, with padding before and after the source", "without")
 
 
 def recognise(
@@ -520,7 +546,10 @@ def recognise(
         raise
     except Exception as error:
         what = describe(said or error)
-        raise Broken(f"it takes neither [batch, seq, d_model] nor ids: it raised {what}") from error
+        raise Broken(
+            "it takes neither [batch, seq, d_model], nor that, a cache and an offset (such a block "
+            f"has init_cache), nor ids: it raised {what}"
+        ) from error
 
 
 def _ids(block: Any, seq: int, key: Any) -> tuple[Any, Any]:
@@ -533,8 +562,8 @@ def _ids(block: Any, seq: int, key: Any) -> tuple[Any, Any]:
     seq = min(seq, vocab // 2, context)
     if seq < 4:
         raise Broken(
-            f"a model with a vocabulary of {vocab} and a context of {context} is too small for "
-            "this check: it takes 8 and 4."
+            f"it is too small to be checked, with a vocabulary of {vocab} and a context of "
+            f"{context}: at least 8 and 4 are needed."
         )
     x, other = (
         jnp.stack([jax.random.permutation(k, vocab)[:seq] for k in jax.random.split(half, BATCH)])
@@ -558,7 +587,13 @@ def _vocab_size(block: Any) -> int:
     if isinstance(block, Seq2Seq):
         source = block.decoder if block.shares_embedding else block.encoder
         return min(len(source.embedding.weight), block.decoder.vocab_size)
-    return _last_axis(block, jnp.zeros((1, 1), jnp.int32))
+    out = eqx.filter_eval_shape(block, jnp.zeros((1, 1), jnp.int32))
+    if out.ndim != 3:
+        raise Broken(
+            f"it cannot be checked: it makes {list(out.shape)} of ids of the shape [1, 1], and not "
+            "something for each of them. (Check its parts.)"
+        )
+    return out.shape[-1]
 
 
 def _last_axis(block: Any, ids: Any) -> int:

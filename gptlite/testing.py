@@ -22,6 +22,7 @@ a `Seq2Seq`, which is checked as the model of its targets, with and without padd
 """
 
 import argparse
+import inspect
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from gptlite.config import ModelConfig, is_own, require
 from gptlite.laws import LAWS, SMALL, Broken, describe, recognise
 from gptlite.models.summary import count_parameters
 from gptlite.models.watch import path_name
+from gptlite.nn.embedding import Embedding
 from gptlite.own import load_class
 
 
@@ -80,7 +82,8 @@ def check_block(
     idle: Sequence[str] = (),
     seed: int = 0,
 ) -> Report:
-    """Check a block against the laws above.
+    """Check a block against the laws in `gptlite.testing`'s docstring. A model takes some seconds,
+    an encoder-decoder half a minute.
 
     Parameters are moved at random first, so that one that starts at zero hides nothing. It is
     called as training and generation call it; but where gradients are looked at,
@@ -88,7 +91,8 @@ def check_block(
 
     **Arguments:**
 
-    - `block`: a module, or a class that is built as `block(config, key=key)`.
+    - `block`: a module, or a class that is built as `block(config, key=key)`, and is given `causal`
+      if it takes that.
     - `config`: for a class.
     - `d_model`: for a module; by default found out.
     - `causal`: False for an encoder's, which is to see both ways; by default, False for an
@@ -104,7 +108,8 @@ def check_block(
     name = block.__name__ if isinstance(block, type) else type(block).__name__
     if isinstance(block, type):
         try:
-            block = block(config, key=key)
+            told = "causal" in inspect.signature(block).parameters and causal is not None
+            block = block(config, **({"causal": causal} if told else {}), key=key)
         except Exception as error:
             raise CheckError(
                 name, [("shapes", f"it cannot be built: {describe(error)}")]
@@ -112,7 +117,7 @@ def check_block(
         d_model = config.d_model
     if any(jnp.iscomplexobj(leaf) for leaf in jax.tree.leaves(eqx.filter(block, eqx.is_array))):
         raise CheckError(name, [("parameters", "complex ones are cast to real ones in training.")])
-    block = _move_parameters(block, key, idle)
+    block = _move_parameters(_thawed(block), key, idle)
     try:
         subject = recognise(block, d_model, causal, seq, idle, seed)
     except Broken as found:
@@ -135,6 +140,21 @@ def check_block(
         raise CheckError(name, broken)
     width = subject.expected(subject.x)[0][-1]
     return Report(name, subject.kind, width, count_parameters(block), applies)
+
+
+def _thawed(block: Any) -> Any:
+    """`block` with no embedding frozen: its laws are those of a trained one."""
+
+    def is_frozen(node):
+        return isinstance(node, Embedding) and node.frozen
+
+    def free(node):
+        if not is_frozen(node):
+            return node
+        rows, d = node.weight.shape
+        return Embedding(rows, d, vectors=node.weight, scale=node.scale, key=jax.random.key(0))
+
+    return jax.tree.map(free, block, is_leaf=is_frozen)
 
 
 def _move_parameters(block: Any, key: Any, idle: Sequence[str]) -> Any:
@@ -165,13 +185,19 @@ def main() -> None:
         default=[],
         help="a parameter known to do nothing",
     )
+    parser.add_argument(
+        "--both-ways",
+        action="store_true",
+        help="it is an encoder's: every output is to depend on every input",
+    )
     parser.add_argument("--debug", action="store_true", help="show where an error came from")
     arguments = parser.parse_args()
     name = arguments.block
     with errors_as_sentences(arguments.debug):
         require(is_own(name), f"A block is named as FILE.py:CLASS, got {name!r}.")
         try:
-            print(check_block(load_class(name), idle=arguments.idle))
+            causal = False if arguments.both_ways else None
+            print(check_block(load_class(name), causal=causal, idle=arguments.idle))
         except CheckError as error:
             print(error)
             sys.exit(1)

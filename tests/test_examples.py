@@ -56,13 +56,18 @@ def test_the_answers_to_reverse_are_the_ones_that_it_describes():
 @pytest.mark.parametrize(
     ("name", "text", "sentence"),
     [
+        ("rot13.py --seed -1", "", "error: training.seed must be between .* got -1."),
+        ("reverse.py --steps 0", None, "error: training.steps must be between .* got 0."),
         ("rot13.py", "too few words", "error: .* has 3 words; more are needed."),
         ("glove.py", "too few words", "error: .* has 3 words; more are needed."),
         ("masked.py", TEXT, "error: .* must have 10 speakers with at least 5 speeches each."),
     ],
 )
 def test_a_text_that_will_not_do_is_said(tmp_path, name, text, sentence):
-    (tmp_path / "text.txt").write_text(text)
-    done = run(name, "--corpus", str(tmp_path / "text.txt"))
+    words = []
+    if text is not None:
+        (tmp_path / "text.txt").write_text(text)
+        words = ["--corpus", str(tmp_path / "text.txt")]
+    done = run(*name.split(), *words)
     assert done.returncode == 2
     assert re.fullmatch(sentence + "\n", done.stderr), done.stderr

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import tiny_model
+from conftest import VOCAB, tiny_model
 from jax import lax
 
 from gptlite.config import ModelConfig
 from gptlite.models.gpt import GPT
-from gptlite.nn import Linear, RMSNorm, Rotary
+from gptlite.nn import Embedding, Linear, RMSNorm, Rotary
 from gptlite.testing import SMALL, CheckError, check_block, main
 
 D = 16
@@ -343,13 +343,33 @@ def test_tables_of_other_things_are_not_taken_for_ids(positions):
 
 def test_what_is_too_small_or_complex_is_said():
     config = ModelConfig(n_layers=1, n_heads=1, d_model=4, context_length=3)
-    with pytest.raises(CheckError, match="a vocabulary of 9 and a context of 3 is too small"):
+    with pytest.raises(
+        CheckError, match="too small to be checked, with a vocabulary of 9 and a context of 3"
+    ):
         check_block(GPT(config, 9, key=jax.random.key(0)))
     model = GPT(dataclasses.replace(config, context_length=4), 8, key=jax.random.key(0))
     assert check_block(model, idle=["x"]).width == 8
     spectrum = eqx.tree_at(lambda it: it.up.weight, Layer(key=jax.random.key(0)), 1j * jnp.ones(2))
     with pytest.raises(CheckError, match="parameters: complex"):
         check_block(spectrum)
+
+
+def test_a_frozen_table_is_checked_like_any_other():
+    model = tiny_model(n_layers=1, embed_previous=0)
+    table = Embedding(VOCAB, 16, frozen=True, key=jax.random.key(0))
+    model = eqx.tree_at(lambda model: model.embedding, model, table)
+    assert "gradients" in check_block(model).laws
+
+
+def test_a_model_that_says_one_thing_of_a_whole_text_cannot_be_checked():
+    class Classifier(eqx.Module):
+        model: GPT
+
+        def __call__(self, ids):
+            return self.model.hidden(ids).mean(-2)
+
+    with pytest.raises(CheckError, match=r"cannot be checked: it makes \[1, 16\]"):
+        check_block(Classifier(tiny_model()))
 
 
 def test_the_command_line(tmp_path, monkeypatch, capsys):

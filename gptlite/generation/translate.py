@@ -40,9 +40,10 @@ def greedy_search(
     - `start`, `end`: the token that the decoder reads first, and the one after which it stops.
     - `max_new_tokens`: stop there at the latest. By default the model's context length.
 
-    **Raises:** `UserError` if `max_new_tokens` is below 1 or above the model's context.
+    **Raises:** `UserError` if there is no source, `start` or `end` is not in the target's
+    vocabulary, or `max_new_tokens` is below 1 or above the model's context.
     """
-    most = _check_most(model, max_new_tokens)
+    most = _check(model, source, start, end, max_new_tokens)
     return _greedy_search(model.unstacked(), source, source_mask, start, end, most)
 
 
@@ -65,16 +66,27 @@ def beam_search(
     2016, eq. 14), the end token counted; 0 favours short ones, 0.6 is usual.
 
     **Raises:** `UserError` as `greedy_search` does, and if `beam` is below 1 or `length_penalty`
-    below 0.
+    not between 0 and 10.
     """
     require_range("beam", beam, 1, 2**20)
-    require_range("length_penalty", length_penalty, 0.0)
-    most = _check_most(model, max_new_tokens)
+    require_range("length_penalty", length_penalty, 0.0, 10.0)
+    most = _check(model, source, start, end, max_new_tokens)
     model = model.unstacked()
     return _beam_search(model, source, source_mask, start, end, most, beam, length_penalty)
 
 
-def _check_most(model: Seq2Seq, max_new_tokens: int | None) -> int:
+def _check(
+    model: Seq2Seq,
+    source: Int[Array, "batch source_seq"],
+    start: int,
+    end: int,
+    max_new_tokens: int | None,
+) -> int:
+    """How many tokens there may be."""
+    if source.size == 0:
+        raise UserError(f"There must be a source with a token, got {list(source.shape)} ids.")
+    for name, token in (("start", start), ("end", end)):
+        require_range(name, token, 0, model.decoder.vocab_size - 1)
     context = model.config.context_length
     most = context if max_new_tokens is None else max_new_tokens
     if not 1 <= most <= context:

@@ -1,5 +1,6 @@
 """From the config to the parts that it describes."""
 
+import inspect
 import math
 from typing import Any
 
@@ -17,12 +18,13 @@ from gptlite.nn.norms import DyT, LayerNorm, RMSNorm
 from gptlite.nn.positions import ALiBi, NoPositions, RelativeBias, Rotary
 
 
-def make_block(config: ModelConfig, key: PRNGKeyArray, *, causal: bool = True) -> Any:
-    """One layer as `config` describes it; of an encoder, if not `causal`."""
+def make_block(config: ModelConfig, key: PRNGKeyArray, *, causal: bool | None = None) -> Any:
+    """One layer as `config` describes it: of a `GPT`; with `causal` True, of a model that has an
+    encoder, too; with False, of that encoder."""
     if not isinstance(config.block, str) or config.block not in BLOCKS:
-        return make_own(config.block, config, key)
+        return make_own(config.block, config, key, causal=causal)
     kind, norms = BLOCKS[config.block]
-    return _assemble(kind, norms, config, key, causal)
+    return _assemble(kind, norms, config, key, causal=causal)
 
 
 def make_decoder_block(config: ModelConfig, key: PRNGKeyArray) -> Any:
@@ -48,7 +50,7 @@ def make_decoder_block(config: ModelConfig, key: PRNGKeyArray) -> Any:
         key=jax.random.fold_in(key, 3),
     )
     kind, norms = DECODER_BLOCKS[config.block]
-    return _assemble(kind, norms, config, key, True, cross_attention=cross_attention)
+    return _assemble(kind, norms, config, key, causal=True, cross_attention=cross_attention)
 
 
 def _assemble(
@@ -56,7 +58,8 @@ def _assemble(
     norms: tuple[str, ...],
     config: ModelConfig,
     key: PRNGKeyArray,
-    causal: bool,
+    *,
+    causal: bool | None,
     **parts: Any,
 ) -> Any:
     attention_key, mlp_key = jax.random.split(key)
@@ -86,23 +89,23 @@ DECODER_BLOCKS: dict[Any, tuple[type, tuple[str, ...]]] = {
 }
 
 
-def make_attention(config: ModelConfig, key: PRNGKeyArray, *, causal: bool = True) -> Any:
-    """Attention as `config` describes it; of an encoder, if not `causal`.
+def make_attention(config: ModelConfig, key: PRNGKeyArray, *, causal: bool | None = None) -> Any:
+    """Attention as `config` describes it; for `causal`, see `make_block`.
 
     **Raises:** `UserError` if an encoder's is to be sliding.
     """
     if config.attention not in ("full", "sliding"):
-        return make_own(config.attention, config, key)
+        return make_own(config.attention, config, key, causal=causal)
     std, residual_std = init_stds(config)
     score_bias = None
     if config.positions == "alibi":
         score_bias = ALiBi(config.n_heads)
     elif config.positions == "relative":
         bias_key = jax.random.fold_in(key, 0)
-        score_bias = RelativeBias(config.n_heads, both_ways=not causal, key=bias_key)
-    mask: Mask = Causal() if causal else Bidirectional()
+        score_bias = RelativeBias(config.n_heads, both_ways=causal is False, key=bias_key)
+    mask: Mask = Bidirectional() if causal is False else Causal()
     if config.attention == "sliding":
-        if not causal:
+        if causal is False:
             raise UserError("An encoder sees all its places: attention must be full, got sliding.")
         mask = SlidingWindow(config.window)
     return Attention(
@@ -159,14 +162,23 @@ def make_norm(config: ModelConfig, key: PRNGKeyArray) -> Any:
     return make_own(config.norm, config, key)
 
 
-def make_own(block: str | type, config: ModelConfig, key: PRNGKeyArray) -> Any:
-    """A block of the user's own.
+def make_own(
+    block: str | type, config: ModelConfig, key: PRNGKeyArray, *, causal: bool | None = None
+) -> Any:
+    """A block of the user's own, which is told of `causal` where that is not None.
 
-    **Raises:** `UserError` if it is but a name.
+    **Raises:** `UserError` if it is but a name, or is to be told and cannot.
     """
     if isinstance(block, str):
         raise UserError(f"{block} has not been loaded: see gptlite.own.load_own.")
-    return block(config, key=key)
+    if causal is None:
+        return block(config, key=key)
+    if "causal" not in inspect.signature(block).parameters:
+        raise UserError(
+            f"{block_name(block)} must take causal=, to serve in a model with an encoder: False "
+            "there, where every token sees every other, and True in the decoder."
+        )
+    return block(config, causal=causal, key=key)
 
 
 def init_stds(config: ModelConfig) -> tuple[float, float]:

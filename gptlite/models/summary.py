@@ -78,6 +78,7 @@ def summary(model: Any, *, batch_size: int = 1) -> str:
         for a, b, c, d in rows
     ]
     forward, training = flops_per_token(model)
+    of_what = " (of the target, for a source as long)" if isinstance(model, Seq2Seq) else ""
     state, activations = 4 * 4 * total, activation_bytes(model, batch_size)
     return "\n".join(
         [
@@ -86,8 +87,8 @@ def summary(model: Any, *, batch_size: int = 1) -> str:
             *lines[1:],
             "-" * len(lines[0]),
             f"parameters                {total:,}",
-            f"FLOPs a token, forward    {forward:,}",
-            f"FLOPs a token, training   {training:,}",
+            f"FLOPs a token, forward    {forward:,}{of_what}",
+            f"FLOPs a token, training   {training:,}{of_what}",
             f"memory for training       {(state + activations) / 2**20:,.0f} MiB at batch size "
             f"{batch_size}: {state / 2**20:,.0f} for parameters, gradients and Adam, at most "
             f"{activations / 2**20:,.0f} for activations",

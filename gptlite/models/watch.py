@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float
 
+from gptlite.config import UserError
 from gptlite.nn.stack import Stack
 
 M = TypeVar("M", bound=eqx.Module)
@@ -56,22 +57,30 @@ def attention_maps(
     `stack.blocks.0.attention` and so on.
 
     They are those of every module that has a method `weights`, which is called with what the module
-    itself is called with: `Attention`, `CrossAttention`, or one of your own. A model that nobody
-    looks at computes nothing of it.
+    itself is called with: `Attention`, `CrossAttention`, or one of your own. Without any, there are
+    no maps. A model that nobody looks at computes nothing of it.
+
+    **Raises:** `UserError` if what such a method returns has not the shape of attention weights.
     """
 
     def unstacked(node):
         return node.unstack() if isinstance(node, Stack) else node
 
     def has_weights(node):
-        return isinstance(node, eqx.Module) and callable(getattr(node, "weights", None))
+        return isinstance(node, eqx.Module) and callable(getattr(type(node), "weights", None))
 
     @eqx.filter_jit
     def run(model, arguments, options):
         found: dict[str, Array] = {}
 
         def see(name, module, given, others, out):
-            found[name] = module.weights(*given, **others)
+            weights = found[name] = module.weights(*given, **others)
+            x = given[0]
+            if weights.shape[:-3] != x.shape[:-2] or weights.shape[-2] != x.shape[-2]:
+                raise UserError(
+                    f"{name}.weights must return [*batch, heads, seq, keys] for inputs of "
+                    f"{list(x.shape)}, got {list(weights.shape)}."
+                )
 
         watched(model, has_weights, see)(*arguments, **options)
         return found

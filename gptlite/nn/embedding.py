@@ -3,6 +3,7 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
@@ -25,7 +26,7 @@ class Embedding(eqx.Module):
         *,
         std: float = 1.0,
         scale: float = 1.0,
-        vectors: Float[Array, "vocab d"] | None = None,
+        vectors: Float[Array | np.ndarray, "vocab d"] | None = None,
         frozen: bool = False,
         key: PRNGKeyArray,
     ):
@@ -41,7 +42,7 @@ class Embedding(eqx.Module):
         if vectors is not None:
             if vectors.shape != shape:
                 raise ValueError(f"vectors must be {list(shape)}, got {list(vectors.shape)}.")
-            self.weight = vectors
+            self.weight = jnp.asarray(vectors)
         else:
             self.weight = std * jax.random.normal(key, shape) if std else jnp.zeros(shape)
         self.scale = scale

@@ -27,10 +27,14 @@ def read_glove(
     try:
         with open(path, encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
-                d = d or len(line.split()) - 1
+                d = d or len(line.rstrip().split(" ")) - 1
                 # From the right: in the largest of GloVe's files, some words have spaces in them.
                 word, *numbers = line.rstrip().rsplit(" ", d)
-                if len(numbers) != d or d < 1:
+                if (
+                    len(numbers) != d
+                    or d < 1
+                    or (_is_number(word.rpartition(" ")[2]) and " " in word)
+                ):
                     raise UserError(
                         f"Line {number} of {path} must be a word and {max(d, 1)} numbers, got "
                         f"{line[:60].rstrip()!r}."
@@ -40,7 +44,8 @@ def read_glove(
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"The vectors in {path} cannot be read: {error}.") from error
     if not found:
-        raise UserError(f"{path} has none of the {len(words):,} words, as {words[0]!r}.")
+        such = f", as {words[0]!r}" if words else ""
+        raise UserError(f"{path} has none of the {len(words):,} words{such}.")
     known = np.array([word in found for word in words])
     all_found = np.stack(list(found.values()))
     drawn = np.random.default_rng(seed).normal(
@@ -48,6 +53,14 @@ def read_glove(
     )
     drawn[known] = [found[word] for word in words if word in found]
     return drawn.astype(np.float32), known
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _vector(numbers: Sequence[str], where: str) -> np.ndarray:

@@ -61,9 +61,9 @@ def make_optimizer(
     schedule = make_schedule(config, steps)
     params = eqx.filter(model, eqx.is_inexact_array)
     in_stack, in_table = inside(params, Stack), inside(params, Embedding)
-    frozen = _frozen(params)
+    still = frozen(params)
     decayed = jax.tree.map(
-        lambda p, stacked, still: p.ndim - stacked >= 2 and not still, params, in_stack, frozen
+        lambda p, stacked, still: p.ndim - stacked >= 2 and not still, params, in_stack, still
     )
     if config.name == "adamw":
         optimizer = optax.adamw(
@@ -119,7 +119,7 @@ def inside(params: PyTree, kind: type | tuple[type, ...]) -> PyTree:
     )
 
 
-def _frozen(params: PyTree) -> PyTree:
+def frozen(params: PyTree) -> PyTree:
     """For each parameter, whether it is in an embedding that is not trained."""
 
     def is_table(node):

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 from tqdm import tqdm
 
-from gptlite.config import OptimizerConfig, TrainingConfig
+from gptlite.config import OptimizerConfig, TrainingConfig, UserError
 from gptlite.training.loop import DivergenceError, data_mesh
 from gptlite.training.optimizer import make_optimizer, make_schedule
 from gptlite.training.step import Losses, StepMetrics, init_state, make_train_steps
@@ -31,20 +31,23 @@ def train(
 ) -> M:
     """A copy of `model`, trained for `training.steps` steps. Progress is shown on the way.
 
-    All devices share every batch. Of `training`, what evaluates and saves language models
-    (`sample_tokens`, `save_seconds`, `keep`) does nothing here.
+    All devices share every batch (`gptlite.runtime.set_up_jax(2)`, at the start of a program, makes
+    two of a CPU). Nothing is saved. Of `training`, what is for `train.py` does nothing here:
+    `cpu_devices`, `sample_tokens`, `save_seconds`, `keep`.
 
     **Arguments:**
 
     - `model`: with a `config`, a `ModelConfig`, which tells if there is dropout.
-    - `losses(model, batch, label_smoothing=, key=)`: in nats, any shape; the mean is taken.
+    - `losses(model, batch, label_smoothing=, key=)`: in nats, any shape; the mean is taken. To
+      leave padding out, return the mean over the rest:
+      `jnp.sum(jnp.where(real, losses, 0)) / jnp.sum(real)`.
     - `batch(step)`: NumPy arrays, in any pytree, that begin with an axis of `training.batch_size`.
       The same for the same step, if training is to be repeatable.
     - `look(model)`: called every `training.eval_every` steps and at the end; what it returns is
       shown. The model that it is given lives until it returns.
 
-    **Raises:** `UserError` if the devices cannot share a batch; `DivergenceError` at a loss or
-    gradient that is not finite.
+    **Raises:** `UserError` if the devices cannot share a batch, or a batch has not the size or the
+    shapes that it should; `DivergenceError` at a loss or gradient that is not finite.
     """
     mesh = data_mesh(training.batch_size // training.accumulation)
     by_row = NamedSharding(mesh, PartitionSpec(None, "data"))
@@ -70,6 +73,19 @@ def train(
             )
         return float(new[finite].mean()) if finite.any() else float("nan")
 
+    wanted = jax.tree.map(np.shape, batch(0))
+
+    def checked(step: int) -> PyTree:
+        found = batch(step)
+        shapes = jax.tree.map(np.shape, found)
+        sizes = {leaf.shape[0] if np.ndim(leaf) else 0 for leaf in jax.tree.leaves(found)}
+        if shapes != wanted or sizes != {training.batch_size}:
+            raise UserError(
+                f"Batches must have a first axis of training.batch_size, {training.batch_size}, "
+                f"and the same shapes at every step, got {shapes} at step {step}."
+            )
+        return found
+
     capacity = min(training.steps_per_dispatch, training.steps)
     silent = not sys.stdout.isatty()
     step, before = 0, None
@@ -77,7 +93,7 @@ def train(
         while step < training.steps:
             to_look = training.eval_every - step % training.eval_every
             count = min(capacity, to_look, training.steps - step)
-            batches = [batch(step + i) for i in range(count)]
+            batches = [checked(step + i) for i in range(count)]
             batches += batches[-1:] * (capacity - count)  # one program, however many are wanted
             stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
             state, metrics = train_steps(state, jax.device_put(stacked, by_row), count)

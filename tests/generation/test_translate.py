@@ -142,18 +142,26 @@ def test_it_ends_where_it_is_told_to(model):
         ({"max_new_tokens": 0}, r"max_new_tokens must be 1 to 4, .* got 0"),
         ({"max_new_tokens": 5}, r"max_new_tokens must be 1 to 4, .* got 5"),
         ({"beam": 0}, r"beam must be between 1 and .* got 0"),
-        ({"length_penalty": -1.0}, r"length_penalty must be at least 0.0, got -1.0"),
+        ({"length_penalty": -1.0}, r"length_penalty must be between 0.0 and 10.0, got -1.0"),
+        ({"start": -1}, r"start must be between 0 and 4, got -1"),
+        ({"end": 5}, r"end must be between 0 and 4, got 5"),
     ],
 )
 def test_what_cannot_be_is_said(model, options, sentence):
     with pytest.raises(UserError, match=sentence):
-        beam_search(model, SOURCE, **options, **ENDS)
+        beam_search(model, SOURCE, **{**ENDS, **options})
+
+
+@pytest.mark.parametrize("shape", [(0, 6), (2, 0)])
+def test_no_source_is_said(model, shape):
+    with pytest.raises(UserError, match="must be a source"):
+        greedy_search(model, jnp.zeros(shape, jnp.int32), **ENDS)
 
 
 class Remembering(eqx.Module):
     """An attention of one's own, whose cache has a form of its own."""
 
-    def __init__(self, config, *, key):
+    def __init__(self, config, *, causal, key):
         pass
 
     def init_cache(self, batch, capacity, dtype):

@@ -11,15 +11,26 @@ import pytest
 from conftest import drawn
 
 from gptlite.config import VASWANI, ModelConfig, UserError
+from gptlite.laws import LAWS, Broken, recognise
 from gptlite.models.encoder import Encoder
 from gptlite.models.seq2seq import Seq2Seq, shift_right
 from gptlite.models.summary import count_parameters, flops_per_token, summary
 from gptlite.models.watch import attention_maps
-from gptlite.testing import LAWS, check_block
+from gptlite.nn import (
+    Attention,
+    Bidirectional,
+    Causal,
+    CrossAttention,
+    NoPositions,
+    Sinusoidal,
+    Stack,
+)
+from gptlite.testing import check_block
 
 VOCAB = 19
 SMALL: dict[str, Any] = {"n_layers": 2, "n_heads": 2, "d_model": 16, "context_length": 9}
 PAPER = dataclasses.replace(VASWANI, **SMALL)
+ONE = dataclasses.replace(PAPER, n_layers=1)
 OURS = ModelConfig(**SMALL, positions="sinusoidal", stack="scan", n_kv_heads=1, value_residual=True)
 # Softmax does not feel a bias of the keys.
 KEY_BIASES = [
@@ -135,7 +146,7 @@ def test_logits_equal_the_papers_formulas(block, shared):
 @pytest.mark.parametrize(
     ("model", "idle"),
     [
-        (paper(dataclasses.replace(PAPER, n_layers=1)), KEY_BIASES),
+        (paper(ONE), KEY_BIASES),
         (drawn(lambda key: Seq2Seq(OURS, VOCAB, VOCAB + 2, key=key)), ()),
     ],
     ids=["paper", "ours"],
@@ -144,12 +155,67 @@ def test_an_encoder_decoder_keeps_every_law(model, idle):
     assert set(check_block(model, idle=idle).laws) == set(LAWS) - {"scan"}
 
 
+class Forgets(Seq2Seq):
+    def __init__(self, *sizes, key):
+        super().__init__(ONE, *sizes, key=key)
+
+    def init_cache(self, source, *, source_mask=None):
+        memory = self.encode(source, source_mask=source_mask)
+        return self.decoder.init_cache(source.shape[:-1], memory=memory)
+
+
+class Counts(eqx.Module):
+    def __call__(self, x, offset):
+        return Sinusoidal()(x, 0)  # from the first place on, padding or not
+
+
+class Ignores(CrossAttention):
+    def read(self, memory, padding_mask=None):
+        return super().read(memory)
+
+
+def with_mask(half: str, mask) -> Seq2Seq:
+    return eqx.tree_at(lambda m: getattr(m, half).stack.blocks.attention.mask, paper(ONE), mask)
+
+
+def ignoring() -> Seq2Seq:
+    options = {"std": 0.1, "output_std": 0.1, "bias": True, "key": jax.random.key(0)}
+    model = paper(ONE)
+    make: Any = Ignores
+    other = Stack(lambda _: make(16, 2, **options), 1, key=jax.random.key(0)).blocks
+    return eqx.tree_at(lambda m: m.decoder.stack.blocks.cross_attention, model, other)
+
+
+BUGS = {
+    "a causal encoder": ("both_ways", lambda: with_mask("encoder", Causal())),
+    "a decoder that sees all": ("causal", lambda: with_mask("decoder", Bidirectional())),
+    "a cache without the mask": (
+        "cached",
+        lambda: drawn(lambda key: Forgets(VOCAB, VOCAB, key=key)),
+    ),
+    "positions that count padding": (
+        "batch",
+        lambda: eqx.tree_at(lambda m: m.encoder.positions, paper(ONE), Counts()),
+    ),
+    "cross-attention without the mask": ("batch", ignoring),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found(bug):
+    law, make = BUGS[bug]
+    subject = recognise(make(), None, None, 8, (), 0)
+    with pytest.raises(Broken):
+        getattr(subject, f"check_{law}")()
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {"positions": "relative", "block": "sandwich"},
         {"positions": "alibi", "block": "parallel", "value_residual": False},
         {"positions": "rotary", "block": "post"},
+        {"positions": "learned"},
     ],
     ids=lambda changes: changes["positions"],
 )
@@ -247,3 +313,49 @@ def test_a_decoder_block_without_a_source_says_so():
     block = paper().decoder.stack.first
     with pytest.raises(ValueError, match="needs an encoder's output"):
         block(jnp.zeros((1, 3, 16)))
+
+
+class OwnAttention(Attention):
+    def __init__(self, config, *, causal=True, key):
+        mask = Causal() if causal else Bidirectional()
+        d = config.d_model
+        super().__init__(d, 2, positions=NoPositions(), mask=mask, std=0.1, output_std=0.1, key=key)
+
+
+class Untold(OwnAttention):
+    def __init__(self, config, *, key):
+        super().__init__(config, key=key)
+
+
+def test_an_attention_of_ones_own_is_told_which_half_it_is_in():
+    config = dataclasses.replace(ONE, attention=OwnAttention)
+    model = drawn(lambda key: Seq2Seq(config, VOCAB, VOCAB, key=key))
+    assert isinstance(model.encoder.stack.blocks.attention.mask, Bidirectional)
+    assert isinstance(model.decoder.stack.blocks.attention.mask, Causal)
+    config = dataclasses.replace(ONE, attention=Untold)
+    for kind, sizes in ((Encoder, (5,)), (Seq2Seq, (5, 5))):
+        with pytest.raises(UserError, match="Untold must take causal="):
+            eqx.filter_eval_shape(kind, config, *sizes, key=jax.random.key(0))
+
+
+def test_maps_are_those_of_methods_and_of_the_right_shape():
+    class Wrong(OwnAttention):
+        def weights(self, x, *others, **options):
+            return super().weights(x, *others, **options)[0]
+
+    class Holder(eqx.Module):
+        inner: Any
+        weights: jax.Array  # no method
+
+        def __call__(self, x):
+            return self.inner(x)[0]
+
+    x = jnp.ones((2, 3, 16))
+    kinds: list[Any] = [OwnAttention, Wrong]
+    for kind in kinds:
+        holder = Holder(kind(ONE, key=jax.random.key(0)), jnp.ones(3))
+        if kind is OwnAttention:
+            assert set(attention_maps(holder, x)) == {"inner"}
+        else:
+            with pytest.raises(UserError, match=r"inner.weights must return \[\*batch, heads"):
+                attention_maps(holder, x)

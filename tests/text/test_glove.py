@@ -46,6 +46,8 @@ def test_a_word_may_have_spaces(tmp_path):
         (b"the 1 2\na 3\n", "Line 2 of .* must be a word and 2 numbers, got 'a 3'"),
         (b"the\n", "Line 1 of .* must be a word and 1 numbers, got 'the'"),
         (b"\n", "Line 1 of .* must be a word and 1 numbers"),
+        (b"the 1 2\na 3 4 5\n", "Line 2 of .* must be a word and 2 numbers, got 'a 3 4 5'"),
+        (b"2 3\nthe 1 2 3\n", "Line 2 of .* must be a word and 1 numbers"),
         (b"the 1 x\n", "Line 1 of .* not a number"),
         (b"the 1 nan\n", "Line 1 of .* not finite"),
         (b"a 1 2\n", "has none of the 1 words, as 'the'"),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gptlite.config import ModelConfig, OptimizerConfig, TrainingConfig
+from gptlite.config import ModelConfig, OptimizerConfig, TrainingConfig, UserError
 from gptlite.models.encoder import Encoder
 from gptlite.models.gpt import GPT
 from gptlite.nn import Embedding
@@ -75,6 +75,19 @@ def test_a_loss_that_is_not_finite_is_said(model):
         return batch(step) | {"scale": np.full(8, np.inf if step == 17 else 1, np.float32)}
 
     with pytest.raises(DivergenceError, match="diverged at step 18"):
+        train(model, losses, bad, OptimizerConfig(), TRAINING)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda step: jax.tree.map(lambda x: x[:5], batch(step)),
+        lambda step: batch(step) | {"ids": batch(step)["ids"][:, : 6 - step // 30]},
+        lambda step: {"ids": [1, 2]},
+    ],
+)
+def test_batches_of_another_shape_are_said(model, bad):
+    with pytest.raises(UserError, match=r"first axis of training.batch_size, 8, and the same"):
         train(model, losses, bad, OptimizerConfig(), TRAINING)
 
 
