@@ -63,7 +63,7 @@ def losses(model, batch, *, label_smoothing, key):
     return jnp.sum(jnp.where(real, found, 0)) / jnp.sum(real)
 
 
-def main(steps: int = 1500, seed: int = 0, corpus: str = "auto") -> None:
+def main(steps: int = 2000, seed: int = 0, corpus: str = "auto") -> None:
     """Words in, their rot13 out.
 
     Args:
@@ -111,7 +111,7 @@ def main(steps: int = 1500, seed: int = 0, corpus: str = "auto") -> None:
         f"{seen[0]} is to become {rot13(seen[:1])[0]}"
     )
     optimizer = OptimizerConfig(
-        name="adamw", learning_rate=3e-3, schedule="noam", warmup_fraction=0.1, beta2=0.98
+        name="adamw", learning_rate=3e-3, schedule="noam", warmup_fraction=0.04, beta2=0.98
     )
 
     def right(model, search=greedy_search, **options):
