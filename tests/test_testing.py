@@ -13,6 +13,7 @@ from conftest import VOCAB, tiny_model
 from jax import lax
 
 from gptlite.config import ModelConfig
+from gptlite.laws import recognise
 from gptlite.models.gpt import GPT
 from gptlite.nn import Embedding, Linear, RMSNorm, Rotary
 from gptlite.testing import SMALL, CheckError, check_block, main
@@ -338,7 +339,7 @@ def test_tables_of_other_things_are_not_taken_for_ids(positions):
     model = tiny_model(
         positions=positions, n_layers=1, d_ff=40, context_length=20, embed_previous=0
     )
-    assert "causal" in check_block(model.unstacked()).laws
+    recognise(model.unstacked(), None, None, 8, (), 0).check_causal()
 
 
 def test_what_is_too_small_or_complex_is_said():
@@ -348,7 +349,7 @@ def test_what_is_too_small_or_complex_is_said():
     ):
         check_block(GPT(config, 9, key=jax.random.key(0)))
     model = GPT(dataclasses.replace(config, context_length=4), 8, key=jax.random.key(0))
-    assert check_block(model, idle=["x"]).width == 8
+    recognise(model, None, None, 8, (), 0)
     spectrum = eqx.tree_at(lambda it: it.up.weight, Layer(key=jax.random.key(0)), 1j * jnp.ones(2))
     with pytest.raises(CheckError, match="parameters: complex"):
         check_block(spectrum)
