@@ -274,7 +274,7 @@ CONFIGS = st.lists(
 )
 
 
-@settings(max_examples=800)
+@settings(max_examples=500)
 @given(CONFIGS)
 def test_any_config_is_accepted_or_refused_with_a_sentence(words):
     try:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TINY, VOCAB, tiny_model
+from conftest import TINY, VARIANTS, VOCAB, tiny_model
 from jaxtyping import TypeCheckError
 
 from gptlite.config import ModelConfig, UserError
@@ -17,10 +17,12 @@ IDS = jax.random.randint(jax.random.key(2), (3, TINY.context_length), 0, VOCAB)
 forward = eqx.filter_jit(lambda model, ids, key=None: model(ids, key=key))
 
 
-def test_every_way_of_putting_a_model_together_is_right(variant):
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_way_of_putting_a_model_together_is_right(name):
+    model = tiny_model(**VARIANTS[name] | {"n_layers": 1})
     # Softmax does not feel a bias of the keys, unless QK-norm or rotary positions turn it.
-    gpt2 = variant.config.bias and not variant.config.qk_norm
-    report = check_block(variant, idle=["stack.blocks.attention.key.bias"] if gpt2 else ())
+    gpt2 = model.config.bias and not model.config.qk_norm
+    report = check_block(model, idle=["stack.blocks.attention.key.bias"] if gpt2 else ())
     assert set(report.laws) == set(LAWS) - {"scan", "both ways"}
 
 
