@@ -429,12 +429,11 @@ class _Targets(eqx.Module):
         return self.model.config
 
     def __call__(self, ids: Any, **options: Any) -> Any:
-        return self.model(
-            *self.sources(ids.shape[:-1], ids), **self.masks(ids.shape[:-1]), **options
-        )
+        batch = ids.shape[:-1]
+        return self.model(self.sources(batch), ids, **self.masks(batch), **options)
 
     def init_cache(self, batch: tuple[int, ...]) -> Any:
-        return self.model.init_cache(*self.sources(batch), **self.masks(batch))
+        return self.model.init_cache(self.sources(batch), **self.masks(batch))
 
     def extend(self, ids: Any, cache: Any, **options: Any) -> Any:
         return self.model.decoder.extend(ids, cache, **options)
@@ -442,8 +441,8 @@ class _Targets(eqx.Module):
     def logits(self, hidden: Any) -> Any:
         return self.model.decoder.logits(hidden)
 
-    def sources(self, batch: tuple[int, ...], *ids: Any) -> Any:
-        return jnp.broadcast_to(self.source, (*batch, len(self.source))), *ids
+    def sources(self, batch: tuple[int, ...]) -> Any:
+        return jnp.broadcast_to(self.source, (*batch, len(self.source)))
 
     def masks(self, batch: tuple[int, ...]) -> Any:
         if self.source_mask is None:

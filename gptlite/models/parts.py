@@ -37,18 +37,7 @@ def make_decoder_block(config: ModelConfig, key: PRNGKeyArray) -> Any:
             "The block of an encoder-decoder must be one of "
             f"{', '.join(DECODER_BLOCKS)}, got {block_name(config.block)}."
         )
-    std, output_std = init_stds(config)
-    cross_attention = CrossAttention(
-        config.d_model,
-        config.n_heads,
-        n_kv_heads=config.n_kv_heads,
-        qk_norm=config.qk_norm,
-        dropout=config.attention_dropout,
-        std=std,
-        output_std=output_std,
-        bias=config.bias,
-        key=jax.random.fold_in(key, 3),
-    )
+    cross_attention = CrossAttention(**_heads(config), key=jax.random.fold_in(key, 3))
     kind, norms = DECODER_BLOCKS[config.block]
     return _assemble(kind, norms, config, key, causal=True, cross_attention=cross_attention)
 
@@ -96,7 +85,6 @@ def make_attention(config: ModelConfig, key: PRNGKeyArray, *, causal: bool | Non
     """
     if config.attention not in ("full", "sliding"):
         return make_own(config.attention, config, key, causal=causal)
-    std, residual_std = init_stds(config)
     score_bias = None
     if config.positions == "alibi":
         score_bias = ALiBi(config.n_heads)
@@ -109,20 +97,28 @@ def make_attention(config: ModelConfig, key: PRNGKeyArray, *, causal: bool | Non
             raise UserError("An encoder sees all its places: attention must be full, got sliding.")
         mask = SlidingWindow(config.window)
     return Attention(
-        config.d_model,
-        config.n_heads,
-        n_kv_heads=config.n_kv_heads,
+        **_heads(config),
         positions=Rotary() if config.positions == "rotary" else NoPositions(),
         score_bias=score_bias,
         mask=mask,
-        qk_norm=config.qk_norm,
         value_residual=config.value_residual,
-        dropout=config.attention_dropout,
-        std=std,
-        output_std=residual_std,
-        bias=config.bias,
         key=key,
     )
+
+
+def _heads(config: ModelConfig) -> dict[str, Any]:
+    """What self-attention and cross-attention have in common: see `MultiHead`."""
+    std, output_std = init_stds(config)
+    return {
+        "d_model": config.d_model,
+        "n_heads": config.n_heads,
+        "n_kv_heads": config.n_kv_heads,
+        "qk_norm": config.qk_norm,
+        "dropout": config.attention_dropout,
+        "std": std,
+        "output_std": output_std,
+        "bias": config.bias,
+    }
 
 
 def make_mlp(config: ModelConfig, key: PRNGKeyArray) -> Any:
