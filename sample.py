@@ -19,9 +19,9 @@ def sample(arguments: SampleArguments) -> None:
     from gptlite.config import UserError
     from gptlite.generation.generate import stream
     from gptlite.generation.text import TextStream
-    from gptlite.runs import find_run
+    from gptlite.runs.find import find_run
+    from gptlite.runs.load import load_run
     from gptlite.runtime import set_up_jax
-    from gptlite.training.run import load_run
 
     set_up_jax()
     run = load_run(

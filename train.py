@@ -28,20 +28,24 @@ def train(arguments: TrainArguments) -> None:
     from gptlite.models.gpt import GPT
     from gptlite.models.summary import count_parameters, summary
     from gptlite.own import load_own, own_options
-    from gptlite.runs import check_free, find_run, new_run
+    from gptlite.runs.find import check_free, find_run, new_run
+    from gptlite.runs.folder import RunFolder
+    from gptlite.runs.load import load_corpus_again, load_tokenizer
+    from gptlite.runs.report import Display, plot_losses
+    from gptlite.runs.stop import Stop
     from gptlite.runtime import set_up_jax
+    from gptlite.sharding import make_mesh
+    from gptlite.text.batches import Batches
     from gptlite.text.corpus import load_corpus
     from gptlite.text.tokenizer import decode, make_tokenizer
     from gptlite.text.tokens import split_corpus
-    from gptlite.training.evaluate import bits_per_byte
-    from gptlite.training.folder import RunFolder
-    from gptlite.training.loop import fit
-    from gptlite.training.report import Display, plot_losses
-    from gptlite.training.run import load_tokenizer
-    from gptlite.training.stop import Stop
+    from gptlite.training.evaluate import Evaluation, bits_per_byte
+    from gptlite.training.fit import fit
+    from gptlite.training.step import TrainSteps
 
-    training = arguments.config.training
-    if arguments.resume is not None:
+    training, mesh_config = arguments.config.training, arguments.config.mesh
+    resuming = arguments.resume is not None
+    if resuming:
         path = find_run(arguments.resume)
     else:
         default = f"{arguments.preset}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -50,19 +54,22 @@ def train(arguments: TrainArguments) -> None:
             check_free(path, overwrite=arguments.overwrite)
 
     # No more devices than can share a batch evenly.
-    set_up_jax(math.gcd(training.cpu_devices, training.batch_size // training.accumulation))
+    rows, tensor = training.batch_size // training.accumulation, mesh_config.tensor
+    set_up_jax(tensor * math.gcd(max(1, training.cpu_devices // tensor), rows))
 
+    setting_up = time.perf_counter() - start
     with RunFolder(path) as run:
-        checkpoint = run.find_checkpoint(training.steps) if arguments.resume is not None else None
+        if resuming:
+            run.open()
 
         # Text to tokens.
         name = arguments.config.data.corpus
-        corpus = load_corpus(name) if checkpoint is None else checkpoint.load_text(name)
+        corpus = load_corpus_again(name) if resuming else load_corpus(name)
         config = load_own(resolve_corpus(arguments.config, corpus.name))
-        if checkpoint is None:
-            tokenizer = make_tokenizer(config.data.tokenizer, corpus.alphabet)
-        else:
+        if resuming:
             tokenizer = load_tokenizer(path)
+        else:
+            tokenizer = make_tokenizer(config.data.tokenizer, corpus.alphabet)
         split = split_corpus(corpus, tokenizer, config.data.validation_tokens)
         print(
             f"{corpus.name}: {len(split.train):,} tokens to train on, {len(split.validation):,} "
@@ -87,10 +94,20 @@ def train(arguments: TrainArguments) -> None:
         draw = eqx.filter_jit(make_model, compiler_options=once)  # pyright: ignore[reportCallIssue]
         model = draw(model_key)
         parameters = count_parameters(model)
+
+        # The update and the evaluation, on all devices.
+        mesh = make_mesh(fsdp=mesh_config.fsdp, tensor=tensor)
+        context = config.model.context_length
+        batches = Batches(split.train, training.batch_size, context, training.seed)
+        evaluate = Evaluation(split.validation, context, mesh)
+        train_steps = TrainSteps(model, config.optimizer, training, mesh)
+        state, start_at, checkpoint = train_steps.init(model), None, None
+        if resuming:
+            checkpoint = run.find_checkpoint(state, training.steps, corpus.sha256)
+            state, start_at = checkpoint.state, checkpoint.record.position
         print(
-            f"{parameters:,} parameters on {jax.device_count()} {jax.default_backend()} device(s); "
-            f"run folder {path}"
-            + (f", from step {checkpoint.record.position.step}" if checkpoint else ""),
+            f"{parameters:,} parameters on {mesh.size} {mesh.devices.flat[0].platform} device(s); "
+            f"run folder {path}" + (f", from step {start_at.step}" if start_at else ""),
             flush=True,
         )
         own = own_options(config.model)
@@ -99,46 +116,39 @@ def train(arguments: TrainArguments) -> None:
 
         # Training. `fit` compiles before the folder is touched: what cannot be trained leaves
         # nothing there, and replaces nothing.
-        stop = Stop()
-
-        fitting = fit(
-            config,
-            model,
-            split,
-            resume=checkpoint,
-            pause=lambda: stop.requested or run.save_is_due(),
-        )
+        fitting = fit(state, train_steps, batches, start=start_at)
         if checkpoint is None:
             run.create(config, tokenizer, corpus.sha256, overwrite=arguments.overwrite)
         else:
-            run.go_on(checkpoint, config)
+            run.resume(checkpoint, config)
+        del model, state, checkpoint  # what only they hold would fill memory
+        stop = Stop()
         with stop, run.being_trained(tokenizer), Display(training.steps, run.steps_done) as display:
             for progress in fitting:
-                stopping = stop.requested  # looked at once, so that no stop goes without a save
+                stopping = stop.requested  # asked once, so that no stop goes without a save
+                val_loss = evaluate.checked(progress) if progress.evaluation_due else None
                 if progress.ends_line:
-                    run.log(progress)
-                if progress.val_loss is not None or stopping or run.save_is_due():
+                    run.log(progress, val_loss)
+                if val_loss is not None or stopping or run.save_is_due():
                     run.save(progress)
                 sample = ""
-                if progress.val_loss is not None and training.sample_tokens:
+                if val_loss is not None and training.sample_tokens:
                     prompt, keys = jnp.asarray(split.validation[None, :1]), sample_key[None]
                     length, sampling = training.sample_tokens, SamplingConfig()
                     ids = generate(progress.model, prompt, length, sampling, keys=keys)
                     sample = decode(tokenizer, jax.device_get(ids[0]))
                 if progress.ends_line:
-                    display.update(progress, sample)
+                    display.update(run.last, sample)
                 if stopping:
                     break
         if run.steps_done < training.steps:
-            print(f"stopped at step {run.steps_done} of {training.steps}. {run.way_back()}")
+            print(f"stopped at step {run.steps_done} of {training.steps}. {run.resume_hint()}")
             sys.exit(stop.exit_code)
 
         # What came of it.
         last = run.last
         best_val_loss = (run.best or last)["val_loss"]
-        seconds = time.perf_counter() - start
-        if checkpoint is not None:
-            seconds += checkpoint.record.position.seconds
+        seconds = run.seconds + setting_up
         run.save_result(
             {
                 "best_val_loss": best_val_loss,

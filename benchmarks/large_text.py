@@ -60,28 +60,33 @@ def train(name: str, folder: Path) -> Round:
     set_up_jax(2)
     import jax
 
-    from gptlite.config import PRESETS, Config, TrainingConfig
+    from gptlite.config import PRESETS, OptimizerConfig, TrainingConfig
     from gptlite.models.gpt import GPT
+    from gptlite.sharding import make_mesh
+    from gptlite.text.batches import Batches
     from gptlite.text.corpus import load_corpus
     from gptlite.text.tokenizer import make_tokenizer
     from gptlite.text.tokens import split_corpus
-    from gptlite.training.loop import fit
+    from gptlite.training.fit import fit
+    from gptlite.training.step import TrainSteps
 
     corpus = load_corpus(name, say=lambda _: None)
     tokenizer = make_tokenizer("char", corpus.alphabet)
     split = split_corpus(corpus, tokenizer, folder=folder, say=lambda _: None)
-    config = Config(
-        model=PRESETS["quick"][1].model,
-        training=TrainingConfig(steps=10**6, eval_every=10**6, steps_per_dispatch=20),
-    )
-    model = GPT(config.model, tokenizer.vocab_size, key=jax.random.key(0))
-    progress = fit(config, model, split)
+    config = PRESETS["quick"][1].model
+    training = TrainingConfig(steps=10**6, eval_every=10**6, steps_per_dispatch=20)
+    model = GPT(config, tokenizer.vocab_size, key=jax.random.key(0))
+    train_steps = TrainSteps(model, OptimizerConfig(), training, make_mesh())
+    batches = Batches(split.train, training.batch_size, config.context_length, training.seed)
+    fitting = fit(train_steps.init(model), train_steps, batches)
 
     def work() -> float:
-        before = next(progress).step_seconds
-        for _ in range(STEPS // 20 - 1):
-            next(progress)
-        return next(progress).step_seconds - before
+        before = next(fitting).position
+        after = before
+        while after.step < before.step + STEPS:
+            after = next(fitting).position
+        seconds = after.step_seconds - before.step_seconds
+        return STEPS * seconds / (after.step - before.step)
 
     return work
 

@@ -38,9 +38,8 @@ def make_round(shape: Shape, dtype: str, accumulation: int, steps: int) -> Round
     from gptlite.config import PRESETS
     from gptlite.models.gpt import GPT
     from gptlite.runtime import set_up_jax
-    from gptlite.training.loop import data_mesh
-    from gptlite.training.optimizer import make_optimizer
-    from gptlite.training.step import init_state, make_train_steps
+    from gptlite.sharding import make_mesh
+    from gptlite.training.step import TrainSteps
 
     preset = PRESETS["s"][1]
     training = dataclasses.replace(
@@ -51,16 +50,11 @@ def make_round(shape: Shape, dtype: str, accumulation: int, steps: int) -> Round
     )
     set_up_jax(training.cpu_devices)
     adamw = dataclasses.replace(preset.optimizer, clip_norm=None)
-    mesh = data_mesh(shape.batch_size // accumulation)
     model = eqx.filter_jit(GPT)(shape.model, huggingface.VOCAB, key=jax.random.key(0))
-    optimizer = make_optimizer(adamw, 10_000, model, axis_name="data")
-    train_steps = make_train_steps(training, optimizer, mesh)
-    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    by_row = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "data"))
-    state = eqx.filter_shard(init_state(model, optimizer), everywhere)
+    train_steps = TrainSteps(model, adamw, training, make_mesh())
+    state = train_steps.init(model)
     rows = (steps, shape.batch_size, shape.model.context_length + 1)
     windows = np.random.default_rng(0).integers(0, huggingface.VOCAB, rows, np.int32)
-    windows = jax.device_put(windows, by_row)
 
     def dispatch():
         nonlocal state

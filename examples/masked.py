@@ -57,12 +57,15 @@ class MaskedLM(eqx.Module):
 
 
 def losses(model, batch, *, label_smoothing, key):
-    """The mean over the places that were masked."""
+    """`[batch, seq]`, of which `counts` says which are asked for."""
     ids, targets = batch["ids"], batch["targets"]
-    asked = targets >= 0
     logits = model(ids, padding_mask=ids >= 0, key=key)
-    found = cross_entropy(logits, jnp.maximum(targets, 0), label_smoothing)
-    return jnp.sum(jnp.where(asked, found, 0)) / jnp.maximum(jnp.sum(asked), 1)
+    return cross_entropy(logits, jnp.maximum(targets, 0), label_smoothing)
+
+
+def counts(batch):
+    """The places that were masked."""
+    return batch["targets"] >= 0
 
 
 def pieces_of(speech):
@@ -160,7 +163,7 @@ def main(steps: int = 1000, seed: int = 0, corpus: str = "shakespeare") -> None:
         right = np.asarray(found)[targets >= 0] == targets[targets >= 0]
         return f"of masked characters in unseen speeches right: {right.mean():.1%}"
 
-    model = train(model, losses, batch, OptimizerConfig(), training, look=look)
+    model = train(model, losses, batch, OptimizerConfig(), training, counts=counts, look=look)
 
     @eqx.filter_jit
     def summed(encoder, ids):

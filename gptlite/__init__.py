@@ -40,33 +40,41 @@ if TYPE_CHECKING:
     from gptlite.models.summary import summary
     from gptlite.models.watch import attention_maps
     from gptlite.own import load_own
+    from gptlite.runs.load import load_run
+    from gptlite.sharding import make_mesh
     from gptlite.testing import check_block
+    from gptlite.text.batches import Batches
     from gptlite.text.corpus import load_corpus
     from gptlite.text.tokenizer import make_tokenizer
     from gptlite.text.tokens import split_corpus
-    from gptlite.training.loop import fit
-    from gptlite.training.run import load_run
+    from gptlite.training.evaluate import Evaluation
+    from gptlite.training.fit import fit
+    from gptlite.training.step import TrainSteps
     from gptlite.training.train import train
 
 _HOMES = {
+    "Batches": "text.batches",
     "Config": "config",
     "Encoder": "models.encoder",
+    "Evaluation": "training.evaluate",
     "GPT": "models.gpt",
     "ModelConfig": "config",
     "OptimizerConfig": "config",
     "SamplingConfig": "config",
     "Seq2Seq": "models.seq2seq",
+    "TrainSteps": "training.step",
     "TrainingConfig": "config",
     "UserError": "config",
     "attention_maps": "models.watch",
     "beam_search": "generation.translate",
     "check_block": "testing",
-    "fit": "training.loop",
+    "fit": "training.fit",
     "generate": "generation.generate",
     "greedy_search": "generation.translate",
     "load_corpus": "text.corpus",
     "load_own": "own",
-    "load_run": "training.run",
+    "load_run": "runs.load",
+    "make_mesh": "sharding",
     "make_tokenizer": "text.tokenizer",
     "split_corpus": "text.tokens",
     "summary": "models.summary",
@@ -75,12 +83,15 @@ _HOMES = {
 
 __all__ = [
     "GPT",
+    "Batches",
     "Config",
     "Encoder",
+    "Evaluation",
     "ModelConfig",
     "OptimizerConfig",
     "SamplingConfig",
     "Seq2Seq",
+    "TrainSteps",
     "TrainingConfig",
     "UserError",
     "attention_maps",
@@ -92,6 +103,7 @@ __all__ = [
     "load_corpus",
     "load_own",
     "load_run",
+    "make_mesh",
     "make_tokenizer",
     "split_corpus",
     "summary",

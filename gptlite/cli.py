@@ -26,7 +26,7 @@ from gptlite.config import (
     require_resumable,
 )
 from gptlite.own import named_again, own_blocks
-from gptlite.runs import find_run
+from gptlite.runs.find import find_run
 
 DEFAULT_PRESET = "quick"
 # Stands for a run's own block that is yet to be named again.

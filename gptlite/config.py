@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
-from gptlite.files import json_from_bytes, json_to_bytes, write_atomically
+from gptlite.files import read_json, write_json
 
 
 class UserError(ValueError):
@@ -387,8 +387,8 @@ class TrainingConfig:
     batch to look at. skip: leave that update out, and count it."""
 
     seed: int = 0
-    """The run is a pure function of the config, this seed included, and of the number of devices
-    (which decides the order of sums, and what dropout drops)."""
+    """The run is a pure function of the config, this seed included; but for the order of sums,
+    which the devices decide."""
 
     def __post_init__(self):
         require_types("training.", self)
@@ -408,6 +408,24 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True)
+class MeshConfig:
+    """How devices share the work. Those that are left take rows of the batch each."""
+
+    fsdp: int = 1
+    """Devices that share a batch and keep a part of every matrix each, which they gather layer by
+    layer. For models that do not fit on one device."""
+
+    tensor: int = 1
+    """Devices that share the heads and the MLP's width. For models of which a single row is too
+    much for one device."""
+
+    def __post_init__(self):
+        require_types("mesh.", self)
+        require_range("mesh.fsdp", self.fsdp, 1, MOST)
+        require_range("mesh.tensor", self.tensor, 1, MOST)
+
+
+@dataclass(frozen=True)
 class Config:
     """All of a run's knobs."""
 
@@ -415,6 +433,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
 
 
 @dataclass(frozen=True)
@@ -569,6 +588,7 @@ RESUMABLE = {
         "on_nonfinite",
         "cpu_devices",
     ),
+    "mesh": ("fsdp", "tensor"),
 }
 
 
@@ -599,7 +619,7 @@ def plain(config: Config) -> dict[str, Any]:
 
 def save_config(config: Config, path: Path) -> None:
     """Write `config` as JSON."""
-    write_atomically(path, json_to_bytes(plain(config)))
+    write_json(path, plain(config))
 
 
 def load_config(path: Path) -> Config:
@@ -607,16 +627,14 @@ def load_config(path: Path) -> Config:
 
     **Raises:** `UserError` where the file is no config of this version.
     """
-    # What runs did before there were knobs for it.
-    before: dict[str, Any] = {"embed_previous": 0}
     try:
-        sections: dict[str, dict[str, Any]] = json_from_bytes(path.read_bytes(), sealed=False)
-        model = before | sections.pop("model")
+        sections: dict[str, dict[str, Any]] = read_json(path)
         return Config(
             data=DataConfig(**sections.pop("data")),
-            model=ModelConfig(**model),
+            model=ModelConfig(**sections.pop("model")),
             optimizer=OptimizerConfig(**sections.pop("optimizer")),
             training=TrainingConfig(**sections.pop("training")),
+            mesh=MeshConfig(**sections.pop("mesh")),
             **sections,
         )
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -1,13 +1,10 @@
-"""Files that nobody ever sees half of, and whose damage nobody overlooks."""
+"""Files that are either written whole or not at all."""
 
 import hashlib
 import json
 import os
 from pathlib import Path
 from typing import Any
-
-# Where a sealed file holds its checksum: this, while the checksum is computed.
-SEAL = b"0" * 64
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -24,6 +21,25 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         sync(path.parent)
     finally:
         part.unlink(missing_ok=True)
+
+
+def write_json(path: Path, record: dict[str, Any]) -> None:
+    """Write `record` to `path` as JSON."""
+    write_atomically(path, json.dumps(record, allow_nan=False, indent=2) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`.
+
+    **Raises:** `OSError`; `ValueError` if it holds no JSON object.
+    """
+    try:
+        record = json.loads(path.read_bytes().decode("utf-8"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(record, dict):
+        raise ValueError("it holds no JSON object")
+    return record
 
 
 def sync(path: Path) -> None:
@@ -44,43 +60,3 @@ def sha256_of(path: Path) -> str:
     """The checksum of a file of any size."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def seal(content: bytes) -> bytes:
-    """`content` with the first `SEAL` in it replaced by the sha256 of all of it."""
-    return content.replace(SEAL, hashlib.sha256(content).hexdigest().encode("ascii"), 1)
-
-
-def is_sealed_by(content: bytes, checksum: str) -> bool:
-    """Whether `content` is as `seal` returned it, with `checksum` in it."""
-    unsealed = content.replace(checksum.encode(), SEAL, 1)
-    return hashlib.sha256(unsealed).hexdigest() == checksum
-
-
-def json_to_bytes(record: dict[str, Any]) -> bytes:
-    """`record` as JSON, with a checksum of the whole text as its first entry, `sha256`."""
-    text = json.dumps({"sha256": SEAL.decode(), **record}, allow_nan=False, indent=2)
-    return seal(text.encode("ascii") + b"\n")
-
-
-def json_from_bytes(content: bytes, *, sealed: bool = True) -> dict[str, Any]:
-    """The record that `json_to_bytes` was given.
-
-    If it need not be `sealed`, one without a checksum (an earlier version's, or written by hand) is
-    read as it is; whoever reads it refuses entries that it does not know, a damaged `sha256` among
-    them.
-
-    **Raises:** `ValueError` if it is no JSON object, or not as it was written.
-    """
-    try:
-        record = json.loads(content.decode("utf-8"))
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-    if not isinstance(record, dict):
-        raise ValueError("it holds no JSON object")
-    checksum = record.pop("sha256", None)
-    if checksum is None and sealed:
-        raise ValueError("it has no checksum")
-    if checksum is not None and not is_sealed_by(content, str(checksum)):
-        raise ValueError("it is damaged or was edited, for its checksum does not match")
-    return record

@@ -17,11 +17,11 @@ from gptlite.config import ModelConfig
 from gptlite.models.encoder import Encoder
 from gptlite.models.gpt import GPT
 from gptlite.models.seq2seq import Seq2Seq
-from gptlite.models.watch import path_name
 from gptlite.nn.block import require_pair
 from gptlite.nn.embedding import Embedding
 from gptlite.nn.masks import Bidirectional
 from gptlite.nn.stack import Stack
+from gptlite.sharding import path_name
 from gptlite.training.optimizer import inside
 from gptlite.training.step import cast
 

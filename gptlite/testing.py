@@ -36,9 +36,9 @@ from gptlite.cli import errors_as_sentences
 from gptlite.config import ModelConfig, is_own, require
 from gptlite.laws import LAWS, SMALL, Broken, describe, recognise
 from gptlite.models.summary import count_parameters
-from gptlite.models.watch import path_name
 from gptlite.nn.embedding import Embedding
 from gptlite.own import load_class
+from gptlite.sharding import path_name
 
 
 class CheckError(AssertionError):

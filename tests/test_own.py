@@ -17,11 +17,12 @@ from jaxtyping import TypeCheckError
 from gptlite import load_run
 from gptlite.cli import parse_sample, parse_train
 from gptlite.config import Config, ModelConfig, UserError, load_config, save_config
+from gptlite.files import write_json
 from gptlite.models.gpt import GPT
 from gptlite.nn import RMSNorm
 from gptlite.own import changed_sources, load_own, named_again, own_options, own_sources
+from gptlite.runs.weights import named_arrays, weights_to_bytes
 from gptlite.text.tokenizer import make_tokenizer
-from gptlite.training.weights import named_arrays, weights_to_bytes
 
 SOURCE = """
 import pathlib
@@ -140,10 +141,8 @@ def run(file, tmp_path) -> Path:
     model = GPT(config.model, tokenizer.vocab_size, key=jax.random.key(0))
     save_config(config, path / "config.json")
     (path / "own" / file).write_text(SOURCE)
-    from gptlite.files import json_to_bytes
-
-    (path / "tokenizer.json").write_bytes(json_to_bytes(tokenizer.to_json()))
-    (path / "best.safetensors").write_bytes(weights_to_bytes(named_arrays(model), 1))
+    write_json(path / "tokenizer.json", tokenizer.to_json())
+    (path / "best.safetensors").write_bytes(weights_to_bytes(named_arrays(model)))
     sys.modules.pop(file.removesuffix(".py"))
     Path("executed").unlink()
     return path

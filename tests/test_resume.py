@@ -12,7 +12,7 @@ from conftest import TEXT
 from soak.kill_loop import ROOT, compare, kill_loop, metrics, run, settings, start
 
 import train
-from gptlite.training.checkpoint import list_steps
+from gptlite.runs.checkpoints import list_steps
 
 STEPS = 150
 
@@ -59,7 +59,7 @@ def refusal(words: list[str], folder: Path, monkeypatch, capsys) -> str:
         (["--training.steps", "10"], "above that, got 10"),
         (["--run", "other"], "leave --run out"),
         (["--overwrite"], "leave --overwrite out"),
-        (["--data.corpus", "other.txt"], "other.txt is not the text that this run was trained on"),
+        (["--data.corpus", "other.txt"], "not the text that this run was trained on"),
         (["--data.corpus", "absent.txt"], "no corpus absent.txt"),
         (["--training.keep", "0"], "training.keep must be between 1"),
     ],

@@ -16,14 +16,14 @@ import equinox as eqx
 import jax
 from jaxtyping import PRNGKeyArray
 
+from gptlite.comparison.seeds import SeedsProgress, fit_seeds
 from gptlite.config import Config, UserError, plain
-from gptlite.files import json_from_bytes, json_to_bytes, write_atomically
+from gptlite.files import read_json, write_json
 from gptlite.models.gpt import GPT
 from gptlite.models.summary import activation_bytes, count_parameters, flops_per_token
 from gptlite.own import own_sources
 from gptlite.text.tokenizer import Tokenizer
 from gptlite.text.tokens import Split
-from gptlite.training.seeds import SeedsProgress, fit_seeds
 
 # Dispatches by which a variant's speed is compared with the base's, by turns.
 TIMED_DISPATCHES = 5
@@ -126,7 +126,7 @@ class Study:
                 kept["curves"][str(seed)] = [x if math.isfinite(x) else None for x in curve]
             kept["seconds"] |= {str(seed): progress.step_seconds / len(group) for seed in group}
             try:
-                write_atomically(self._path(name), json_to_bytes(kept))
+                write_json(self._path(name), kept)
             except OSError as error:
                 raise UserError(
                     f"{self._path(name)} cannot be written: {error.strerror}."
@@ -157,7 +157,10 @@ class Study:
         if not path.exists():
             return about | {"steps": None, "looks": [], "curves": {}, "seconds": {}}
         try:
-            kept = json_from_bytes(path.read_bytes())
+            kept = read_json(path)
+            missing = {"steps", "looks", "curves", "seconds"} - kept.keys()
+            if missing:
+                raise ValueError(f"it has no {min(missing)}")
         except (OSError, ValueError) as error:
             raise UserError(f"{path} is damaged: {error}. Delete it to train it anew.") from error
         changed = [key for key, value in about.items() if kept.get(key) != value]
@@ -205,18 +208,18 @@ class Study:
         runs = []
         for timed in (self._base, config):
             per_dispatch = timed.training.steps_per_dispatch
-            short = dataclasses.replace(
-                timed.training, steps=per_dispatch * (TIMED_DISPATCHES + 1), eval_every=2**31 - 1
-            )
+            steps = per_dispatch * (TIMED_DISPATCHES + 1)
+            short = dataclasses.replace(timed.training, steps=steps, eval_every=steps)
             timed = dataclasses.replace(timed, training=short)
             runs.append(fit_seeds(timed, self._maker(timed), range(at_once), self._split))
-        ratios, before = [], (0.0, 0.0)
+        ratios, before = [], [next(run) for run in runs]
         for _ in range(TIMED_DISPATCHES):
-            base, variant = (next(run) for run in runs)
-            now = (base.step_seconds, variant.step_seconds)
-            steps = (self._base.training.steps_per_dispatch, config.training.steps_per_dispatch)
-            each = [(n - b) / count for n, b, count in zip(now, before, steps, strict=True)]
-            ratios.append(each[0] / each[1])
+            now = [next(run) for run in runs]
+            base, variant = (
+                (n.step_seconds - b.step_seconds) / (n.step - b.step)
+                for n, b in zip(now, before, strict=True)
+            )
+            ratios.append(base / variant)
             before = now
         return statistics.median(ratios)
 
@@ -250,7 +253,7 @@ def _what_counts(config: Config) -> dict[str, Any]:
     return {
         f"{section}.{knob}": value
         for section, knobs in plain(config).items()
-        if section != "data"  # of which the checksum tells more
+        if section not in ("data", "mesh")  # of the data, the checksum tells more
         for knob, value in knobs.items()
         if (section, knob) not in {("training", name) for name in idle}
     }

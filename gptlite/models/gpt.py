@@ -17,6 +17,7 @@ from gptlite.nn.cache import Cache
 from gptlite.nn.linear import Linear, project
 from gptlite.nn.softcap import SoftCap
 from gptlite.nn.stack import Layers, Stack
+from gptlite.sharding import constrain, gathered
 
 
 class GPT(Transformer):
@@ -109,8 +110,11 @@ class GPT(Transformer):
         self, hidden: Float[Array, "*batch seq d_model"]
     ) -> Float[Array, "*batch seq vocab"]:
         """The head, padding of the vocabulary cut off; at least float32."""
-        weight = self.embedding.table if self.head is None else self.head.weight
-        logits = project(hidden, weight)[..., : self.vocab_size]
+        if self.head is None:
+            weight = gathered(self.embedding, "embedding").table
+        else:
+            weight = gathered(self.head, "head").weight
+        logits = constrain(project(hidden, weight), "batch", None, "vocab")[..., : self.vocab_size]
         return logits if self.cap is None else self.cap(logits)
 
     def __call__(

@@ -12,7 +12,8 @@ from jaxtyping import PyTree
 
 from gptlite.models.gpt import GPT
 from gptlite.models.seq2seq import Seq2Seq
-from gptlite.models.watch import path_name, watched
+from gptlite.models.watch import watched
+from gptlite.sharding import path_name
 
 
 def count_parameters(model: PyTree) -> int:
@@ -133,7 +134,10 @@ def _product_flops(jaxpr: Jaxpr) -> int:
     total = 0
     for equation in jaxpr.eqns:
         repeats = equation.params["length"] if equation.primitive.name == "scan" else 1
-        total += repeats * sum(_product_flops(inner) for inner in _inner_jaxprs(equation.params))
+        # Of a choice, as between platforms, one is run.
+        add = max if equation.primitive.name == "cond" else sum
+        inner = [_product_flops(inner) for inner in _inner_jaxprs(equation.params)]
+        total += repeats * (add(inner) if inner else 0)
         if equation.primitive.name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
             left: Any = equation.invars[0].aval

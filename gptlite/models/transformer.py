@@ -14,6 +14,7 @@ from gptlite.models.parts import make_norm
 from gptlite.nn.embedding import Embedding
 from gptlite.nn.positions import Learned, NoPositions, Offset, Sinusoidal
 from gptlite.nn.stack import Layers, Stack
+from gptlite.sharding import constrain, gathered
 
 
 class Transformer(eqx.Module):
@@ -84,11 +85,13 @@ class Transformer(eqx.Module):
             shared["padding_mask"] = padding_mask
             # A sequence begins at its first token.
             first = offset - jnp.argmax(padding_mask, axis=-1)
-        x = self.embedding(ids)
+        x = gathered(self.embedding, "embedding")(ids)
         with_before = jnp.concatenate([before, ids], axis=-1)
         for lag, embedding in enumerate(self.previous, start=1):
-            x = x + embedding(with_before[..., back - lag : back - lag + seq])
-        x = self.positions(x, first)
+            x = x + gathered(embedding, "embedding")(
+                with_before[..., back - lag : back - lag + seq]
+            )
+        x = constrain(self.positions(x, first), "batch", None, None)
         x = self.dropout(x, key=embedding_key, inference=key is None)
         if self.config.value_residual:
             shared["first_values"] = self.stack.first.first_values(x)

@@ -9,17 +9,13 @@ from jaxtyping import Array, Float
 
 from gptlite.config import UserError
 from gptlite.nn.stack import Stack
+from gptlite.sharding import path_name
 
 M = TypeVar("M", bound=eqx.Module)
 
 # `see(name, module, arguments, options, out)`: a module's place, the module, what it was called
 # with and what came out.
 See = Callable[[str, Any, tuple[Any, ...], dict[str, Any], Any], None]
-
-
-def path_name(path: tuple[Any, ...]) -> str:
-    """A place in a pytree, as `stack.blocks.attention.query.weight`."""
-    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def watched(model: M, wanted: Callable[[Any], bool], see: See) -> M:

@@ -12,11 +12,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from gptlite.nn.cache import LayerCache
-from gptlite.nn.dot_product import CAUSAL, KeyRows, QueryRows, attend, attention_weights
+from gptlite.nn.dot_product import CAUSAL, Keys, Queries, attend, attention_weights
 from gptlite.nn.linear import Linear, project
 from gptlite.nn.masks import Bidirectional, Mask
 from gptlite.nn.norms import RMSNorm
 from gptlite.nn.positions import ALiBi, NoPositions, Offset, RelativeBias, Rotary
+from gptlite.sharding import constrain, is_spread
 
 EVERYWHERE = Bidirectional()
 
@@ -94,33 +95,27 @@ class MultiHead(eqx.Module):
 
     def _split(
         self, projected: Float[Array, "*batch seq d"], *, normalised: bool
-    ) -> Float[Array, "rows seq d_head"]:
-        """Heads as rows; those of queries and keys are normalised, where there is a norm."""
+    ) -> Float[Array, "sequences heads seq d_head"]:
+        """Heads apart, the leading axes in one; those of queries and keys are normalised, where
+        there is a norm."""
         *batch, seq, d = projected.shape
-        heads = d // self.d_head
-        x = jnp.swapaxes(projected.reshape(*batch, seq, heads, self.d_head), -2, -3)
-        x = x.reshape(math.prod(batch) * heads, seq, self.d_head)
+        x = projected.reshape(math.prod(batch), seq, d // self.d_head, self.d_head)
+        x = constrain(jnp.swapaxes(x, 1, 2), "batch", "heads", None, None)
         return self.qk_norm(x) if normalised and self.qk_norm is not None else x
 
     def _join(
-        self, heads: QueryRows, x: Float[Array, "*batch seq d_model"]
+        self,
+        heads: Float[Array, "sequences heads seq d_head"],
+        x: Float[Array, "*batch seq d_model"],
     ) -> Float[Array, "*batch seq d_model"]:
         """The output for `x` of what its heads have found."""
-        *batch, seq, _ = x.shape
-        out = jnp.swapaxes(heads.reshape(*batch, self.n_heads, seq, self.d_head), -2, -3)
-        return self.output(out.reshape(*batch, seq, self.n_heads * self.d_head))
+        out = jnp.swapaxes(constrain(heads, "batch", "heads", None, None), 1, 2)
+        return self.output(out.reshape(*x.shape[:-1], self.n_heads * self.d_head))
 
-    def _per_head(
-        self, weights: Float[Array, "rows seq keys"], x: Float[Array, "*batch seq d_model"]
-    ) -> Float[Array, "*batch heads seq keys"]:
-        return weights.reshape(*x.shape[:-2], self.n_heads, *weights.shape[1:])
 
-    def _mask_rows(
-        self, mask: Bool[Array, "*batch keys"] | None
-    ) -> Bool[Array, "rows keys"] | None:
-        if mask is None:
-            return None
-        return jnp.repeat(mask.reshape(-1, mask.shape[-1]), self.n_kv_heads, axis=0)
+def _flat(mask: Bool[Array, "*batch keys"] | None) -> Bool[Array, "sequences keys"] | None:
+    """`mask` with its leading axes in one."""
+    return None if mask is None else mask.reshape(-1, mask.shape[-1])
 
 
 class Attention(MultiHead):
@@ -165,7 +160,7 @@ class Attention(MultiHead):
 
     def init_cache(self, batch: int, capacity: int, dtype: DTypeLike) -> LayerCache:
         """An empty cache for `batch` sequences, their leading axes in one."""
-        empty = jnp.zeros((batch * self.n_kv_heads, capacity, self.d_head), dtype)
+        empty = jnp.zeros((batch, self.n_kv_heads, capacity, self.d_head), dtype)
         return LayerCache(keys=empty, values=empty)
 
     def first_values(self, x: Float[Array, "*batch seq d_model"]) -> Float[Array, "*batch seq d"]:
@@ -200,7 +195,7 @@ class Attention(MultiHead):
             offset,
             mask=self.mask,
             score_bias=self.score_bias,
-            padding_mask=self._mask_rows(padding_mask),
+            padding_mask=_flat(padding_mask),
             dropout=self.dropout,
             dropout_key=key if self.dropout.p > 0 else None,
         )
@@ -224,9 +219,9 @@ class Attention(MultiHead):
             offset,
             mask=self.mask,
             score_bias=self.score_bias,
-            padding_mask=self._mask_rows(padding_mask),
+            padding_mask=_flat(padding_mask),
         )
-        return self._per_head(weights, x)
+        return weights.reshape(*x.shape[:-2], *weights.shape[1:])
 
     def _heads(
         self,
@@ -234,7 +229,7 @@ class Attention(MultiHead):
         cache: LayerCache | None,
         offset: Offset,
         first_values: Float[Array, "*batch seq d"] | None,
-    ) -> tuple[QueryRows, KeyRows, KeyRows, LayerCache | None]:
+    ) -> tuple[Queries, Keys, Keys, LayerCache | None]:
         """Queries, and the keys and values that they may look at."""
         q, k, v = self._project(x, cached=cache is not None)
         if self.value_residual is not None and first_values is not None:
@@ -253,9 +248,10 @@ class Attention(MultiHead):
         layers = (self.query, self.key, self.value)
         biases = [layer.bias for layer in layers if layer.bias is not None]
         alike = all(type(layer) is Linear for layer in layers) and len(biases) in (0, 3)
-        # One wide product is faster than three narrow ones, but with a cache, where there may be
-        # but a single token, to join the weights would cost more than the products.
-        if cached or not alike:
+        # One wide product is faster than three narrow ones. But with a cache, where there may be a
+        # single token, to join the weights would cost more than the products; and to join what is
+        # cut over devices would move it.
+        if cached or not alike or is_spread("tensor"):
             return [layer(x) for layer in layers]
         y = project(x, jnp.concatenate([layer.weight for layer in layers]))
         if biases:
@@ -267,9 +263,9 @@ class Attention(MultiHead):
 class Memory(eqx.Module):
     """What a layer of a decoder remembers of an encoder's output: keys and values."""
 
-    keys: KeyRows
-    values: KeyRows
-    mask: Bool[Array, "rows keys"] | None
+    keys: Keys
+    values: Keys
+    mask: Bool[Array, "batch keys"] | None
     """False where there is no token."""
 
 
@@ -291,7 +287,7 @@ class CrossAttention(MultiHead):
         return Memory(
             keys=self._split(self.key(memory), normalised=True),
             values=self._split(self.value(memory), normalised=False),
-            mask=self._mask_rows(padding_mask),
+            mask=_flat(padding_mask),
         )
 
     def __call__(
@@ -320,7 +316,7 @@ class CrossAttention(MultiHead):
         weights = attention_weights(
             self._queries(x), memory.keys, mask=EVERYWHERE, padding_mask=memory.mask
         )
-        return self._per_head(weights, x)
+        return weights.reshape(*x.shape[:-2], *weights.shape[1:])
 
-    def _queries(self, x: Float[Array, "*batch seq d_model"]) -> QueryRows:
+    def _queries(self, x: Float[Array, "*batch seq d_model"]) -> Queries:
         return self._split(self.query(x), normalised=True)

@@ -1,6 +1,7 @@
 """The transformer block: attention and MLP on a residual stream, in the orders that are in use."""
 
 import abc
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from gptlite.config import UserError
 from gptlite.nn.positions import Offset
@@ -53,7 +54,7 @@ class Branches(eqx.Module):
             return self.dropout(y, key=key, inference=key is None)
 
         def mlp(h):
-            return drop(require_same_shape(self.mlp, self.mlp(h), h), keys[2])
+            return drop(run_mlp(self.mlp, h, cache, **shared), keys[2])
 
         return self.arrange(x, drop(y, keys[1]), mlp), cache
 
@@ -168,6 +169,21 @@ def require_pair(part: Any, out: Any, x: Array) -> Any:
     if not (isinstance(out, tuple) and len(out) == 2):
         raise UserError(f"{type(part).__name__} must return a pair, (y, cache).")
     return require_same_shape(part, out[0], x), out[1]
+
+
+def run_mlp(
+    mlp: Callable,
+    h: Float[Array, "*batch seq d_model"],
+    cache: Any,
+    *,
+    padding_mask: Bool[Array, "*batch keys"] | None = None,
+    **others: Any,
+) -> Float[Array, "*batch seq d_model"]:
+    """`mlp(h)`; one whose call takes a `padding_mask`, as a mixture of experts, is given it, but
+    with a cache, where that is of other places."""
+    takes_it = padding_mask is not None and "padding_mask" in inspect.signature(mlp).parameters
+    options = {"padding_mask": padding_mask} if takes_it and cache is None else {}
+    return require_same_shape(mlp, mlp(h, **options), h)
 
 
 def split(key: PRNGKeyArray | None, count: int) -> Any:

@@ -1,4 +1,4 @@
-"""What attention remembers of earlier tokens (Shazeer, 2019, section 2.4)."""
+"""What attention keeps of earlier tokens (Shazeer, 2019, section 2.4)."""
 
 from typing import Any
 
@@ -12,15 +12,16 @@ from gptlite.nn.positions import Offset
 
 
 class LayerCache(eqx.Module):
-    """One layer's keys and values, with room for `capacity` positions."""
+    """One layer's keys and values, with room for `capacity` positions. (Stacked for a scan, both
+    have an axis of layers first.)"""
 
-    keys: Float[Array, "rows capacity d_head"]
-    values: Float[Array, "rows capacity d_head"]
+    keys: Float[Array, "*layers batch kv_heads capacity d_head"]
+    values: Float[Array, "*layers batch kv_heads capacity d_head"]
 
     def write(
         self,
-        keys: Float[Array, "rows seq d_head"],
-        values: Float[Array, "rows seq d_head"],
+        keys: Float[Array, "batch kv_heads seq d_head"],
+        values: Float[Array, "batch kv_heads seq d_head"],
         offset: Offset,
     ) -> "LayerCache":
         """The cache with positions `offset` to `offset + seq - 1` set. They must lie within the
@@ -31,11 +32,8 @@ class LayerCache(eqx.Module):
         )
 
     def take(self, sequences: Int[Array, " batch"]) -> "LayerCache":
-        """As many sequences as there are, those at the places `sequences`."""
-        heads = self.keys.shape[-3] // len(sequences)
-        rows = (sequences[:, None] * heads + jnp.arange(heads)).reshape(-1)
-        # (Stacked for a scan, a cache has an axis of layers before its rows.)
-        return jax.tree.map(lambda x: jnp.take(x, rows, axis=-3), self)
+        """The cache with the sequences at the places `sequences`."""
+        return jax.tree.map(lambda x: jnp.take(x, sequences, axis=-4), self)
 
 
 class Cache(eqx.Module):

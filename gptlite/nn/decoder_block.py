@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from gptlite.nn.attention import CrossAttention, Memory
-from gptlite.nn.block import require_pair, require_same_shape, split
+from gptlite.nn.block import require_pair, run_mlp, split
 from gptlite.nn.positions import Offset
 
 
@@ -89,7 +89,7 @@ class DecoderBranches(eqx.Module):
         x = self.after(self.cross_norm, x, drop(y, keys[3]))
 
         h = self.before(self.mlp_norm, x)
-        y = require_same_shape(self.mlp, self.mlp(h), h)
+        y = run_mlp(self.mlp, h, cache, **shared)
         x = self.after(self.mlp_norm, x, drop(y, keys[4]))
         return x, None if cache is None else DecoderCache(own, read)
 

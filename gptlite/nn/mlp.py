@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from gptlite.nn.linear import Linear
 from gptlite.nn.precision import widen
@@ -97,11 +97,13 @@ class MoE(eqx.Module):
     """A mixture of experts: MLPs, of which a router picks a few for each token, and weights each
     with its probability (Shazeer et al., 2017, section 2; Fedus et al., 2022, section 2.1).
 
-    Trained with a second loss, which keeps the experts equally busy: `balance_loss · n_experts ·
-    sum_i f_i P_i`, where f is the share of the choices and P the mean probability that went to
-    expert i (Fedus et al., 2022, eq. 4). It is not in the output: it joins the gradients on their
-    way back, as if it had been added to the loss, once for each call (so a batch should come in
-    one, and not under `vmap`). `inference` (`eqx.nn.inference_mode`) leaves it out.
+    Trained with a second loss, which keeps the experts equally busy. For a sequence it is
+    `balance_loss · n_experts · sum_i f_i P_i`, where f is the share of the choices and P the mean
+    probability that went to expert i (Fedus et al., 2022, eq. 4), over the sequence's tokens
+    (DeepSeek-AI, 2024, "DeepSeek-V3", section 2.1.2); the mean over sequences is taken. So it does
+    not depend on how a batch is divided. It is not in the output: it joins the gradients on their
+    way back, as if it had been added to the mean loss, once for each call (so a batch should come
+    in one, and not under `vmap`). `inference` (`eqx.nn.inference_mode`) leaves it out.
 
     No token is ever dropped, and none knows of others'. Every expert computes every token, those
     not picked times 0: they are groups of columns of one wide MLP. That costs the arithmetic of all
@@ -145,7 +147,14 @@ class MoE(eqx.Module):
         self.balance_loss = balance_loss
         self.inference = False
 
-    def __call__(self, x: Float[Array, "*batch d_model"]) -> Float[Array, "*batch d_model"]:
+    def __call__(
+        self,
+        x: Float[Array, "*batch seq d_model"],
+        *,
+        padding_mask: Bool[Array, "*batch seq"] | None = None,
+    ) -> Float[Array, "*batch seq d_model"]:
+        """`padding_mask`: False where there is no token; such places do not count in the second
+        loss."""
         probability = jax.nn.softmax(widen(self.router(x)), axis=-1)
         _, picked = lax.top_k(probability, self.experts_per_token)
         picked = jnp.sum(jax.nn.one_hot(picked, self.n_experts, dtype=probability.dtype), axis=-2)
@@ -154,9 +163,12 @@ class MoE(eqx.Module):
         y = self.down((hidden * gate[..., None]).reshape(*x.shape[:-1], -1))
         if self.inference or not self.balance_loss:
             return y
-        tokens = tuple(range(x.ndim - 1))
-        share = jnp.mean(picked, axis=tokens) / self.experts_per_token
-        balance = self.n_experts * jnp.sum(share * jnp.mean(probability, axis=tokens))
+        real = jnp.ones(x.shape[:-1]) if padding_mask is None else padding_mask
+        real = real.astype(probability.dtype)[..., None]
+        tokens = jnp.maximum(jnp.sum(real, axis=-2), 1)
+        share = jnp.sum(picked * real, axis=-2) / tokens / self.experts_per_token
+        mean = jnp.sum(probability * real, axis=-2) / tokens
+        balance = self.n_experts * jnp.mean(jnp.sum(share * mean, axis=-1))
         return _add_loss(y, self.balance_loss * balance)
 
 

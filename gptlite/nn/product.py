@@ -1,32 +1,56 @@
 """The matrix product that linear layers and attention share, with a backward pass of its own."""
 
+import math
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
 from gptlite.nn.precision import wide_dtype
+from gptlite.sharding import is_spread, row_parts
 
 
-@jax.custom_vjp
 def product(
     a: Float[Array, "*batch m k"], b: Float[Array, "*batch n k"]
 ) -> Float[Array, "*batch m n"]:
-    """`a bᵀ`, summed up and returned in at least float32.
+    """`a @ b.T`, accumulated and returned in at least float32.
 
-    The same number as `a @ b.T`, and the same gradients, but that the incoming one is rounded to
-    the factors' format. (Reverse mode only: no `jax.jvp`.) They are written out because the order
-    in memory of what is multiplied decides the speed on a CPU: see `_wants_row_major`, and
-    `_backward` for which factor is turned.
+    The backward pass casts the incoming gradient to `a.dtype`. Reverse mode only: no `jax.jvp`.
+
+    The order in memory of the factors decides the speed on a CPU, so programs that are compiled for
+    a CPU multiply differently: see `_row_major` and `_weight_grad_on_cpu`.
     """
-    return _multiply_turned(a, b)
+    batch = a.shape[:-2]
+    # With two leading axes, XLA's CPU compiler copies a cache that the product only reads. But
+    # axes that are spread over different devices must stay apart.
+    if len(batch) > 1 and not is_spread("tensor"):
+        fold = (math.prod(batch),)
+        a, b = (x.reshape(*fold, *x.shape[-2:]) for x in (a, b))
+    out = _product(a, b)
+    return out.reshape(*batch, *out.shape[-2:])
 
 
-def _multiply_turned(
+@jax.custom_vjp
+def _product(
     a: Float[Array, "*batch m k"], b: Float[Array, "*batch n k"]
 ) -> Float[Array, "*batch m n"]:
-    if _wants_row_major(a):
-        return _multiply(a, jnp.swapaxes(b, -1, -2))
+    return _by_platform(_multiply_turned, _multiply_turned_on_cpu, a, b)
+
+
+def _by_platform(function: Callable, on_cpu: Callable, a: Array, b: Array) -> Array:
+    """`on_cpu(a, b)` in a program that is compiled for a CPU, else `function(a, b)`.
+
+    They differ for bfloat16 alone, which XLA's CPU compiler multiplies at twice float32's speed if
+    both factors are in row-major order, and at float32's speed if not.
+    """
+    if a.dtype != jnp.bfloat16:
+        return function(a, b)
+    return lax.platform_dependent(a, b, cpu=on_cpu, default=function)
+
+
+def _multiply_turned(a: Array, b: Array) -> Array:
     # One operation, no swapped axes: for a single row, XLA's CPU compiler would fetch the swapped
     # factor element by element.
     batch = tuple(range(a.ndim - 2))
@@ -34,44 +58,65 @@ def _multiply_turned(
     return lax.dot_general(a, b, dimensions, preferred_element_type=wide_dtype(a.dtype))
 
 
-def _multiply(
-    a: Float[Array, "*batch m k"], b: Float[Array, "*batch k n"]
-) -> Float[Array, "*batch m n"]:
-    if _wants_row_major(a):
-        a, b = _row_major(a), _row_major(b)
+def _multiply_turned_on_cpu(a: Array, b: Array) -> Array:
+    return _multiply_on_cpu(a, jnp.swapaxes(b, -1, -2))
+
+
+def _multiply(a: Array, b: Array) -> Array:
     return jnp.matmul(a, b, preferred_element_type=wide_dtype(a.dtype))
 
 
-def _wants_row_major(x: Float[Array, "*axes"]) -> bool:
-    """XLA's CPU compiler multiplies bfloat16 numbers at twice float32's speed if it finds both
-    factors in the order of their axes, and else as float32 numbers. (Elsewhere, and in float32, to
-    bring them into order would be a wasted copy.)"""
-    return jax.default_backend() == "cpu" and x.dtype == jnp.bfloat16
+def _multiply_on_cpu(a: Array, b: Array) -> Array:
+    if a.dtype == jnp.bfloat16:
+        a, b = _row_major(a), _row_major(b)
+    return _multiply(a, b)
 
 
-def _row_major(x: Float[Array, "*axes"]) -> Float[Array, "*axes"]:
-    """`x`, really stored in the order of its axes: a flat array has only one, and the barrier
-    keeps the compiler from seeing through it."""
+def _row_major(x: Array) -> Array:
+    """`x`, stored in row-major order: a flat array has only one order, and the barrier keeps the
+    compiler from seeing through it. (`with_layout_constraint` is as fast on one device, but with
+    several it gathers `x` on each.)"""
     return lax.optimization_barrier(x.reshape(-1)).reshape(x.shape)
 
 
+def _weight_grad(grad: Array, a: Array) -> Array:
+    return _multiply(jnp.swapaxes(grad, -1, -2), a)
+
+
+def _weight_grad_on_cpu(grad: Array, a: Array) -> Array:
+    """The narrower factor is transposed, which is up to 1.6 times as fast, also in float32."""
+    if a.shape[-1] > grad.shape[-1]:
+        return _multiply_transposed_on_cpu(grad, a)
+    out = _multiply_transposed_on_cpu(a, grad)
+    # The barrier keeps XLA from transposing both factors in place of the result.
+    return jnp.swapaxes(lax.optimization_barrier(out), -1, -2)
+
+
+def _multiply_transposed_on_cpu(
+    a: Float[Array, "*batch m k"], b: Float[Array, "*batch m n"]
+) -> Float[Array, "*batch k n"]:
+    """`aᵀ b`."""
+    parts = row_parts(len(a)) if a.ndim == 2 else 1
+    if parts == 1 or a.dtype != jnp.bfloat16:
+        return _multiply_on_cpu(jnp.swapaxes(a, -1, -2), b)
+    # Each device's rows by themselves: a flat `aᵀ` would mix them, and be gathered.
+    a, b = (x.reshape(parts, -1, x.shape[-1]) for x in (a, b))
+    a, b = _row_major(jnp.swapaxes(a, 1, 2)), _row_major(b)
+    dimensions = ((0, 2), (0, 1)), ((), ())
+    return lax.dot_general(a, b, dimensions, preferred_element_type=wide_dtype(a.dtype))
+
+
 def _forward(a, b):
-    return _multiply_turned(a, b), (a, b)
+    return _by_platform(_multiply_turned, _multiply_turned_on_cpu, a, b), (a, b)
 
 
 def _backward(factors, grad):
     a, b = factors
     # In the factors' own format: with one of them in float32 it would be a float32 product.
     grad = grad.astype(a.dtype)
-    grad_a = _multiply(grad, b)
-    # gradᵀ a. On a CPU the narrower factor is turned, up to 1.6 times as fast in float32 too.
-    if jax.default_backend() == "cpu" and a.shape[-1] <= grad.shape[-1]:
-        grad_b = _multiply(jnp.swapaxes(a, -1, -2), grad)
-        # The barrier keeps XLA from turning both factors in place of the result.
-        grad_b = jnp.swapaxes(lax.optimization_barrier(grad_b), -1, -2)
-    else:
-        grad_b = _multiply(jnp.swapaxes(grad, -1, -2), a)
+    grad_a = _by_platform(_multiply, _multiply_on_cpu, grad, b)
+    grad_b = lax.platform_dependent(grad, a, cpu=_weight_grad_on_cpu, default=_weight_grad)
     return grad_a.astype(a.dtype), grad_b.astype(b.dtype)
 
 
-product.defvjp(_forward, _backward)
+_product.defvjp(_forward, _backward)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from gptlite.nn.block import require_pair, split
 from gptlite.nn.positions import Offset
+from gptlite.sharding import constrain, gathered
 
 
 class Layers(eqx.Module):
@@ -44,8 +45,7 @@ class Layers(eqx.Module):
         nothing = (None,) * len(self.blocks)
         new_caches = []
         for block, cache, layer_key in zip(self.blocks, caches or nothing, keys, strict=True):
-            out = block(x, cache, offset, key=layer_key, **shared)
-            x, new_cache = require_pair(block, out, x)
+            x, new_cache = _run(block, x, cache, offset, key=layer_key, **shared)
             new_caches.append(new_cache)
         return x, None if caches is None else tuple(new_caches)
 
@@ -112,7 +112,13 @@ class Stack(eqx.Module):
 
         def layer(x, scanned):
             arrays, cache, key = scanned
-            block = eqx.combine(arrays, rest)
-            return require_pair(block, block(x, cache, offset, key=key, **shared), x)
+            return _run(eqx.combine(arrays, rest), x, cache, offset, key=key, **shared)
 
         return lax.scan(layer, x, (arrays, caches, keys), length=self.n_layers)
+
+
+def _run(block: Any, x: Array, cache: Any, offset: Offset, **options: Any) -> tuple[Array, Any]:
+    """One layer, whose parameters are gathered for it, and the rows of its output spread."""
+    block = gathered(block, "blocks.0")
+    x, cache = require_pair(block, block(x, cache, offset, **options), x)
+    return constrain(x, "batch", None, None), cache

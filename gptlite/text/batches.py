@@ -5,12 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Int, Integer
+from jaxtyping import Int
 
 from gptlite.config import UserError
 from gptlite.text.tokenizer import Ids
 
-Windows = Integer[np.ndarray, "windows seq_and_next"]
+Windows = Int[np.ndarray, "windows seq_and_next"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class Batches:
 
     def __call__(self, step: int) -> Windows:
         """The batch of `step`: `[batch_size, context_length + 1]`."""
-        return self.tokens[self.starts(step)[:, None] + np.arange(self.context_length + 1)]
+        places = self.starts(step)[:, None] + np.arange(self.context_length + 1)
+        return self.tokens[places].astype(np.int32)
 
     def _start(self, epoch: int, index: int) -> int:
         offset, order = self._order(epoch)

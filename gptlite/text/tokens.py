@@ -12,7 +12,7 @@ from filelock import SoftFileLock
 from jaxtyping import Integer
 
 from gptlite.config import DataConfig, UserError
-from gptlite.files import json_from_bytes, json_to_bytes, sha256_of, write_atomically
+from gptlite.files import read_json, sha256_of, write_json
 from gptlite.text.corpus import DATA_FOLDER, Corpus, progress_bar
 from gptlite.text.tokenizer import Ids, Tokenizer
 
@@ -161,13 +161,13 @@ def _write(
     finally:
         part.unlink(missing_ok=True)
     record = {"counts": counts, "dtype": dtype.name, "largest": largest}
-    write_atomically(meta, json_to_bytes({"ids_sha256": checksum.hexdigest(), **record}))
+    write_json(meta, {"ids_sha256": checksum.hexdigest(), **record})
 
 
 def _mapped(path: Path, meta: Path, tokenizer: Tokenizer) -> Split | None:
     """What `_write` wrote; None if it is not there, or not as it was."""
     try:
-        record = json_from_bytes(meta.read_bytes())
+        record = read_json(meta)
         train, validation = record["counts"]
         if sha256_of(path) != record["ids_sha256"]:
             return None

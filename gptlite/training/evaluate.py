@@ -1,19 +1,22 @@
 """The validation loss, over every token."""
 
 import math
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from gptlite.models.gpt import GPT
+from gptlite.sharding import SEEDS, place_batches, replicate
 from gptlite.text.batches import split_windows
 from gptlite.text.tokenizer import Ids
 from gptlite.text.tokens import Split
+from gptlite.training.fit import DivergenceError, Progress
 from gptlite.training.loss import window_losses
 
 # Tokens in one batch of evaluation: enough to keep a device busy, little enough for any memory.
@@ -27,33 +30,38 @@ class Evaluation:
     """
 
     def __init__(self, tokens: Ids, context_length: int, mesh: Mesh):
-        """`mesh`: the devices that share the work, along the axis `data`.
+        """`mesh`: the devices that share the work. On a `seeds_mesh`, models are evaluated side by
+        side.
 
         **Raises:** `UserError` if there are fewer than 2 tokens.
         """
-        shaped, self.targets = evaluation_batches(tokens, context_length, mesh.size)
-        self._batches = jax.device_put(shaped, NamedSharding(mesh, PartitionSpec(None, "data")))
-        self._mesh = mesh
+        windows, self._targets = split_windows(tokens, context_length)
+        rows = min(len(windows), max(1, TOKENS_PER_BATCH // context_length))
+        rows = -(-rows // mesh.size) * mesh.size
+        batches = -(-len(windows) // rows)
+        padding = np.full((batches * rows - len(windows), context_length + 1), -1, np.int32)
+        shaped = np.concatenate([windows, padding]).reshape(batches, rows, context_length + 1)
+        self._mesh, self._by_seed = mesh, SEEDS in mesh.axis_names
+        put = replicate if self._by_seed else place_batches
+        self._batches: Any = put(shaped, mesh)
 
-    def __call__(self, model: GPT) -> float:
-        """Nats a token, without dropout or label smoothing."""
-        return float(_summed_loss(model, self._batches, self._mesh)) / self.targets
+    def __call__(self, model: GPT) -> Float[np.ndarray, "*seeds"]:
+        """Nats a token, without dropout or label smoothing; of several models, of each."""
+        with jax.set_mesh(self._mesh):
+            summed = np.asarray(_summed_loss(model, self._batches, self._by_seed), np.float64)
+        return np.asarray(summed / self._targets)
 
+    def checked(self, progress: Progress) -> float:
+        """Nats a token of a single model.
 
-def evaluation_batches(
-    tokens: Ids, context_length: int, devices: int
-) -> tuple[Int[np.ndarray, "batches rows seq_and_next"], int]:
-    """`tokens` in windows, in batches whose rows `devices` can share; and how many targets there
-    are. Padding is -1.
-
-    **Raises:** `UserError` if there are fewer than 2 tokens.
-    """
-    windows, targets = split_windows(tokens, context_length)
-    rows = min(len(windows), max(1, TOKENS_PER_BATCH // context_length))
-    rows = -(-rows // devices) * devices
-    batches = -(-len(windows) // rows)
-    padding = np.full((batches * rows - len(windows), context_length + 1), -1, np.int32)
-    return np.concatenate([windows, padding]).reshape(batches, rows, context_length + 1), targets
+        **Raises:** `DivergenceError` if that is not finite.
+        """
+        val_loss = float(self(progress.state.model))
+        if not math.isfinite(val_loss):
+            rate = progress.learning_rate
+            report = {"step": progress.step, "val_loss": val_loss, "learning_rate": rate}
+            raise DivergenceError(report, None)
+        return val_loss
 
 
 def bits_per_byte(val_loss: float, split: Split) -> float:
@@ -62,27 +70,20 @@ def bits_per_byte(val_loss: float, split: Split) -> float:
     return val_loss * (len(split.validation) - 1) / math.log(2) / split.validation_bytes
 
 
-def summed_loss(model: GPT, batches: Int[Array, "batches rows seq_and_next"]) -> Float[Array, ""]:
-    """Nats over all of `batches`. Padding is -1, at the end; a target of -1 counts nothing."""
-    model = model.unstacked()
-
-    def batch_loss(windows):
-        losses = window_losses(model, jnp.maximum(windows, 0))
-        return jnp.sum(jnp.where(windows[:, 1:] >= 0, losses, 0.0))
-
-    return jnp.sum(lax.map(batch_loss, batches))
-
-
 @eqx.filter_jit
 def _summed_loss(
-    model: GPT, batches: Int[Array, "batches rows seq_and_next"], mesh: Mesh
-) -> Float[Array, ""]:
+    model: GPT, batches: Int[Array, "batches rows seq_and_next"], by_seed: bool
+) -> Float[Array, "*seeds"]:
+    """Nats over all of `batches`. Padding is -1, at the end; a target of -1 counts nothing."""
     arrays, static = eqx.partition(model, eqx.is_array)
 
-    def on_device(arrays, batches):
-        return lax.psum(summed_loss(eqx.combine(arrays, static), batches), "data")
+    def summed(arrays):
+        model = eqx.combine(arrays, static).unstacked()
 
-    in_specs = (PartitionSpec(), PartitionSpec(None, "data"))
-    return jax.shard_map(
-        on_device, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec(), check_vma=False
-    )(arrays, batches)
+        def batch_loss(windows):
+            losses = window_losses(model, jnp.maximum(windows, 0))
+            return jnp.sum(jnp.where(windows[:, 1:] >= 0, losses, 0.0))
+
+        return jnp.sum(lax.map(batch_loss, batches))
+
+    return jax.vmap(summed, spmd_axis_name=SEEDS)(arrays) if by_seed else summed(arrays)

@@ -8,10 +8,10 @@ import math
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jaxtyping import Array, Float
 
 from gptlite.nn.product import product
+from gptlite.sharding import shared_out
 
 # a, b, c of x -> a x + (b x xᵀ + c (x xᵀ)²) x. Not the coefficients of a series: chosen for their
 # slope at 0, they take singular values to somewhere in 0.7 to 1.2 within five steps.
@@ -32,12 +32,12 @@ def orthogonalize(x: Float[Array, "*batch m n"]) -> Float[Array, "*batch m n"]:
     return y
 
 
-def scale_by_orthogonalization(axis_name: str | None = None) -> optax.GradientTransformation:
+def scale_by_orthogonalization() -> optax.GradientTransformation:
     """Orthogonalises updates `[n_layers, d_out, d_in]` and multiplies each by
     `sqrt(max(d_out, d_in) / min(d_out, d_in))`, so that a wide matrix learns as fast as a square.
 
-    Matrices of one shape, turned or not, are batched. With `axis_name`, inside a `shard_map` over
-    that axis, each device does its share of every batch and hands it round.
+    Matrices of one shape, transposed or not, are batched, and each device does its share of every
+    batch.
     """
 
     def update(updates, params):
@@ -48,7 +48,7 @@ def scale_by_orthogonalization(axis_name: str | None = None) -> optax.GradientTr
             by_shape[tuple(sorted(leaf.shape[1:]))].append(place)
         for (m, n), places in by_shape.items():
             batch = jnp.concatenate([_wide(leaves[place]) for place in places])
-            done = _shared_out(batch, axis_name).astype(batch.dtype) * math.sqrt(n / m)
+            done = shared_out(orthogonalize, batch).astype(batch.dtype) * math.sqrt(n / m)
             ends = list(itertools.accumulate(len(leaves[place]) for place in places))
             for place, part in zip(places, jnp.split(done, ends[:-1]), strict=True):
                 tall = leaves[place].shape[1] > leaves[place].shape[2]
@@ -60,13 +60,3 @@ def scale_by_orthogonalization(axis_name: str | None = None) -> optax.GradientTr
 
 def _wide(x: Float[Array, "layers d_out d_in"]) -> Float[Array, "layers m n"]:
     return jnp.swapaxes(x, 1, 2) if x.shape[1] > x.shape[2] else x
-
-
-def _shared_out(x: Float[Array, "matrices m n"], axis_name: str | None) -> Array:
-    if axis_name is None:
-        return orthogonalize(x)
-    count, devices = len(x), lax.axis_size(axis_name)
-    each = -(-count // devices)
-    x = jnp.pad(x, ((0, each * devices - count), (0, 0), (0, 0)))
-    share = lax.dynamic_slice_in_dim(x, lax.axis_index(axis_name) * each, each)
-    return lax.all_gather(orthogonalize(share), axis_name, tiled=True)[:count]

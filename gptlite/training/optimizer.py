@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -10,7 +11,7 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, PyTree
 
-from gptlite.config import OptimizerConfig
+from gptlite.config import OptimizerConfig, UserError
 from gptlite.nn.embedding import Embedding
 from gptlite.nn.stack import Stack
 from gptlite.training.muon import scale_by_orthogonalization
@@ -48,18 +49,18 @@ def _inverse_sqrt(peak: int, step: ArrayLike) -> Array:
 
 
 def make_optimizer(
-    config: OptimizerConfig, steps: int, model: eqx.Module, axis_name: str | None = None
+    config: OptimizerConfig, steps: int, model: eqx.Module
 ) -> optax.GradientTransformation:
     """The optimizer of a run of `steps` steps on `model`'s parameters.
 
     muon: Jordan et al., 2024, on the matrices of the blocks; AdamW (Loshchilov and Hutter, 2019)
     on what else there is. Weight decay falls on matrices and embeddings, not on gains and biases.
     (A frozen embedding's gradient is zero, and so is what Adam makes of it.)
-    With `axis_name`, it is to run inside a `shard_map` over that axis, whose devices then share
-    Muon's work.
+
+    **Raises:** `UserError` if there is no matrix for muon.
     """
     schedule = make_schedule(config, steps)
-    params = eqx.filter(model, eqx.is_inexact_array)
+    params = eqx.filter(model, _is_parameter)
     in_stack, in_table = inside(params, Stack), inside(params, Embedding)
     still = frozen(params)
     decayed = jax.tree.map(
@@ -80,6 +81,12 @@ def make_optimizer(
             in_stack,
             in_table,
         )
+        if not any(jax.tree.leaves(matrix)):
+            raise UserError(
+                "The optimizer muon is for the matrices of a Stack, and the model has none. (A "
+                "model made by unstacked() cannot be trained by muon: train the one that it was "
+                "made of, or take the optimizer adamw.)"
+            )
         kinds = jax.tree.map(
             lambda by_muon, decays: "muon" if by_muon else f"decay {decays}", matrix, decayed
         )
@@ -91,7 +98,7 @@ def make_optimizer(
         )
         muon = optax.chain(
             optax.trace(MUON_MOMENTUM, nesterov=True),
-            scale_by_orthogonalization(axis_name),
+            scale_by_orthogonalization(),
             optax.add_decayed_weights(config.weight_decay),
             optax.scale_by_learning_rate(lambda step: config.learning_rate * schedule(step)),
         )
@@ -107,6 +114,12 @@ def make_optimizer(
     if config.clip_norm is not None:
         optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
     return optimizer
+
+
+def _is_parameter(x: Any) -> bool:
+    """Of a model, or of its shapes."""
+    is_shape = isinstance(x, jax.ShapeDtypeStruct) and jnp.issubdtype(x.dtype, jnp.inexact)
+    return is_shape or eqx.is_inexact_array(x)
 
 
 def inside(params: PyTree, kind: type | tuple[type, ...]) -> PyTree:

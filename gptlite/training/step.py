@@ -1,32 +1,48 @@
-"""The optimizer step: everything between a batch of ids and new parameters, compiled as one."""
+"""The optimizer step: everything between a batch and new parameters, compiled as one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, Shaped
 
-from gptlite.config import TrainingConfig
+from gptlite.config import OptimizerConfig, TrainingConfig
+from gptlite.sharding import (
+    SEEDS,
+    check_rows,
+    constrain,
+    keep_placed,
+    place,
+    place_batches,
+    place_seeds,
+)
 from gptlite.training.loss import window_losses
+from gptlite.training.optimizer import make_optimizer, make_schedule
 
 T = TypeVar("T")
 
+# `losses(model, batch, label_smoothing=, key=)`: in nats, any shape, of which the mean is taken.
+Losses = Callable[..., Float[Array, "..."]]
+# `counts(batch)`: False where a loss is not to count, as for padding.
+Counts = Callable[[PyTree], Bool[Array, "..."]]
+
 
 class TrainState(eqx.Module):
-    """All that changes while training, and all that going on with a run needs."""
+    """All that changes while training. (Of several seeds: every array with an axis of them.)"""
 
     model: Any
     optimizer_state: Any
-    step: Int[Array, ""]
+    step: Int[Array, "*seeds"]
 
 
 class StepMetrics(eqx.Module):
-    """What each step of a dispatch reports."""
+    """What each step of a dispatch reports. (Of several seeds: with an axis of them first.)"""
 
     loss: Float[Array, "*steps"]
     grad_norm: Float[Array, "*steps"]
@@ -34,92 +50,127 @@ class StepMetrics(eqx.Module):
     """Whether loss and gradient were; with `on_nonfinite` skip, whether the update was made."""
 
 
-TrainSteps = Callable[[TrainState, PyTree, int], tuple[TrainState, StepMetrics]]
+class TrainSteps:
+    """The update, compiled: `train_steps(state, batches, count)` does `count` steps.
 
-# `losses(model, batch, label_smoothing=, key=)`: in nats, any shape, of which the mean is taken.
-Losses = Callable[..., Float[Array, "..."]]
-
-
-def init_state(model: eqx.Module, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state before the first step."""
-    return TrainState(
-        model=model,
-        optimizer_state=optimizer.init(eqx.filter(model, eqx.is_inexact_array)),
-        step=jnp.zeros((), jnp.int32),
-    )
-
-
-def make_train_steps(
-    config: TrainingConfig,
-    optimizer: optax.GradientTransformation,
-    mesh: Mesh,
-    losses: Losses = window_losses,
-) -> TrainSteps:
-    """`train_steps(state, batches, count)`: `count` steps on the first `count` of the batches, in
-    one compiled call that reuses the old state's memory.
-
-    Batches are `[steps, batch, seq_and_next]`, or what `losses` wants: arrays that all begin with
-    the axes `steps batch`. A step's loss is the mean over devices of the mean over their rows.
-
-    The count is data, not shape: however many steps are wanted, there is one program. Each device
-    of the mesh runs it on its own rows of every batch and a copy of the state; all they exchange
-    is the mean of their gradients (and Muon's share of work).
+    The count is data, not shape: however many steps are wanted, there is one program.
     """
 
-    @eqx.filter_jit(donate="all")
-    def train_steps(
-        state: TrainState,
-        batches: PyTree[Shaped[Array, "steps batch ..."]],
-        count: Int[Array, ""],
-        seed: Int[Array, ""],
+    def __init__(
+        self,
+        model: eqx.Module,
+        optimizer: OptimizerConfig,
+        training: TrainingConfig,
+        mesh: Mesh,
+        *,
+        losses: Losses = window_losses,
+        counts: Counts | None = None,
+        seeds: Sequence[int] | None = None,
+    ):
+        """**Arguments:**
+
+        - `model`: one as those that will be trained, or `eqx.filter_eval_shape` of one, with a
+          `config`, a `ModelConfig`.
+        - `losses(model, batch, label_smoothing=, key=)`: in nats, any shape. The mean is taken,
+          over the whole batch, whatever the number of devices and of parts.
+        - `counts(batch)`: of the same shape, False where a loss is not to count. By default all do.
+        - `seeds`: one for each of several models that are trained side by side, on a `seeds_mesh`.
+          By default a single model with `training.seed`.
+
+        **Raises:** `UserError` if the devices of `mesh` cannot share a batch, or the optimizer does
+        not fit the model.
+        """
+        check_rows(mesh, training.batch_size // training.accumulation)
+        self.mesh, self.training = mesh, training
+        self._optimizer = make_optimizer(optimizer, training.steps, model)
+        self._schedule = make_schedule(optimizer, training.steps)
+        self._peak = optimizer.learning_rate
+        alone = seeds is None
+        self.seeds = None if seeds is None else len(seeds)
+        # Seeds are data: a new one compiles nothing.
+        self._seeds = np.asarray(training.seed if seeds is None else seeds, np.int32)
+        if not alone:
+            self._seeds = place_seeds(jnp.asarray(self._seeds), mesh)
+
+        @eqx.filter_jit(donate="all-except-first")
+        def run(data: tuple, state: TrainState) -> tuple[TrainState, StepMetrics]:
+            arrays, static = eqx.partition(state, eqx.is_array)
+
+            def steps(arrays, batches, count, seed):
+                state = eqx.combine(arrays, static)
+                state, metrics = _run_steps(
+                    training, self._optimizer, state, batches, count, seed, losses, counts
+                )
+                return eqx.filter(state, eqx.is_array), metrics
+
+            if not alone:
+                steps = jax.vmap(steps, in_axes=(0, 1, None, 0), spmd_axis_name=SEEDS)
+            arrays, metrics = steps(arrays, *data)
+            return eqx.combine(arrays, static), metrics
+
+        self._run = run
+
+    def init(self, model: Any) -> TrainState:
+        """The state before the first step, of a copy of `model` (or of models, stacked)."""
+        # A copy, because the update reuses the memory of its state, and the model is the caller's.
+        model = jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, model)
+        init, put = self._optimizer.init, place
+        if self._seeds.ndim:
+            init, put = eqx.filter_vmap(init), place_seeds
+        model = put(model, self.mesh)
+        with jax.set_mesh(self.mesh):
+            optimizer_state = eqx.filter_jit(init)(eqx.filter(model, eqx.is_inexact_array))
+        return put(
+            TrainState(model, optimizer_state, jnp.zeros(self._seeds.shape, jnp.int32)), self.mesh
+        )
+
+    def __call__(
+        self, state: TrainState, batches: PyTree[Shaped[np.ndarray, "steps ..."]], count: int
     ) -> tuple[TrainState, StepMetrics]:
-        arrays, static = eqx.partition(state, eqx.is_array)
+        """The state after the first `count` of `batches`, `[steps, batch, ...]` (of several seeds,
+        `[steps, seeds, batch, ...]`). Reuses the memory of `state`."""
+        with jax.set_mesh(self.mesh):
+            data = (place_batches(batches, self.mesh), jnp.asarray(count), self._seeds)
+            return self._run(data, state)
 
-        def on_device(arrays, batches, count, seed):
-            state = eqx.combine(arrays, static)
-            state, metrics = run_steps(config, optimizer, state, batches, count, seed, losses)
-            return eqx.filter(state, eqx.is_array), metrics
+    def compiled(
+        self, state: TrainState, batches: PyTree[Shaped[np.ndarray, "steps ..."]]
+    ) -> jax.stages.Compiled:
+        """The program that a call runs, for a look at it."""
+        with jax.set_mesh(self.mesh):
+            data = (place_batches(batches, self.mesh), jnp.asarray(0), self._seeds)
+            run: Any = self._run
+            return run.lower(data, state).compile().compiled
 
-        everywhere = PartitionSpec()
-        arrays, metrics = jax.shard_map(
-            on_device,
-            mesh=mesh,
-            in_specs=(everywhere, PartitionSpec(None, "data"), everywhere, everywhere),
-            out_specs=everywhere,
-            # What leaves is the same everywhere by construction; JAX cannot see that of all_gather.
-            check_vma=False,
-        )(arrays, batches, count, seed)
-        return eqx.combine(arrays, static), metrics
-
-    # The seed, too, is data: a new one compiles nothing.
-    return lambda state, batches, count: train_steps(
-        state, batches, jnp.asarray(count), jnp.asarray(config.seed)
-    )
+    def learning_rate(self, step: int) -> float:
+        """That of the update after `step` others (with muon: of the matrices)."""
+        return self._peak * float(self._schedule(step))
 
 
-def run_steps(
+def _run_steps(
     config: TrainingConfig,
     optimizer: optax.GradientTransformation,
     state: TrainState,
     batches: PyTree[Shaped[Array, "steps batch ..."]],
     count: Int[Array, ""],
     seed: Int[Array, ""],
-    losses: Losses = window_losses,
+    losses: Losses,
+    counts: Counts | None,
 ) -> tuple[TrainState, StepMetrics]:
-    """What each device does in `train_steps`. To be called in a `shard_map` with an axis `data`."""
     arrays, static = eqx.partition(state, eqx.is_array)
 
     def body(i, carry):
         arrays, metrics = carry
         batch = jax.tree.map(lambda batch: batch[i], batches)
-        state, new = _step(config, optimizer, eqx.combine(arrays, static), batch, seed, losses)
+        state = eqx.combine(arrays, static)
+        state, new = _step(config, optimizer, state, batch, seed, losses, counts)
         metrics = jax.tree.map(lambda seen, now: seen.at[i].set(now), metrics, new)
-        return eqx.filter(state, eqx.is_array), metrics
+        return eqx.filter(keep_placed(state), eqx.is_array), metrics
 
     blank = jnp.zeros(len(jax.tree.leaves(batches)[0]))
     metrics = StepMetrics(blank, blank, blank == 0)
     arrays, metrics = lax.fori_loop(0, count, body, (arrays, metrics))
-    return eqx.combine(arrays, static), metrics
+    return keep_placed(eqx.combine(arrays, static)), metrics
 
 
 def _step(
@@ -129,15 +180,15 @@ def _step(
     batch: PyTree[Shaped[Array, "batch ..."]],
     seed: Int[Array, ""],
     losses: Losses,
+    counts: Counts | None,
 ) -> tuple[TrainState, StepMetrics]:
     key = jax.random.fold_in(jax.random.key(seed), state.step)
-    key = jax.random.fold_in(key, lax.axis_index("data"))
-    found = loss_and_grads(state.model, batch, config, losses, key=key)
-    loss, grads = lax.pmean(found, "data")
+    loss, grads = loss_and_grads(state.model, batch, config, losses, counts, key=key)
+    grads = keep_placed(grads)
     updates, optimizer_state = optimizer.update(
         grads, state.optimizer_state, eqx.filter(state.model, eqx.is_inexact_array)
     )
-    model = eqx.apply_updates(state.model, updates)
+    model = eqx.apply_updates(state.model, keep_placed(updates))
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     if config.on_nonfinite == "skip":
@@ -156,30 +207,44 @@ def loss_and_grads(
     batch: PyTree[Shaped[Array, "batch ..."]],
     config: TrainingConfig,
     losses: Losses = window_losses,
+    counts: Counts | None = None,
     *,
     key: PRNGKeyArray | None = None,
 ) -> tuple[Float[Array, ""], PyTree]:
-    """The mean loss of a batch and its gradient, in `config.accumulation` equal parts."""
+    """The mean loss of a batch and its gradient, in `config.accumulation` equal parts.
+
+    The mean is over all losses that count; of none, it is 0.
+    """
+    parts = config.accumulation
+    counted = jnp.ones(()) if counts is None else jnp.maximum(jnp.sum(counts(batch)), 1)
 
     @eqx.filter_value_and_grad
     def loss_of(model, batch, key):
         model = cast(model, jnp.dtype(config.compute_dtype))
         drops = max(model.config.dropout, model.config.attention_dropout) > 0
         key = key if drops else None
-        return jnp.mean(losses(model, batch, label_smoothing=config.label_smoothing, key=key))
+        found = losses(model, batch, label_smoothing=config.label_smoothing, key=key)
+        if counts is None:
+            return jnp.mean(found)
+        # Divided by what counts in all parts, so that no part weighs more than another's losses.
+        return jnp.sum(jnp.where(counts(batch), found, 0)) * parts / counted
 
     key = jax.random.key(config.seed) if key is None else key
-    if config.accumulation == 1:
+    if parts == 1:
         return loss_of(model, batch, key)
+
+    def split(x):
+        # Row i of part j is row `i * parts + j`, so that each device keeps its rows.
+        x = jnp.swapaxes(x.reshape(-1, parts, *x.shape[1:]), 0, 1)
+        return constrain(x, None, "batch", *(None,) * (x.ndim - 2))
 
     def add_part(total, part):
         return jax.tree.map(jnp.add, total, loss_of(model, *part)), None
 
-    parts = jax.tree.map(lambda x: x.reshape(config.accumulation, -1, *x.shape[1:]), batch)
-    keys = jax.random.split(key, config.accumulation)
+    keys = jax.random.split(key, parts)
     zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, eqx.filter(model, eqx.is_inexact_array)))
-    total, _ = lax.scan(add_part, zero, (parts, keys))
-    return jax.tree.map(lambda x: x / config.accumulation, total)
+    total, _ = lax.scan(add_part, zero, (jax.tree.map(split, batch), keys))
+    return jax.tree.map(lambda x: x / parts, total)
 
 
 def cast(model: T, dtype: Any) -> T:

@@ -9,12 +9,12 @@ from conftest import TEXT, TINY
 from gptlite.cli import parse_compare
 from gptlite.comparison import study as study_module
 from gptlite.comparison.report import draw, table, to_csv
+from gptlite.comparison.seeds import SeedsProgress
 from gptlite.comparison.study import Study
 from gptlite.config import Config, OptimizerConfig, TrainingConfig, UserError
 from gptlite.text.corpus import text_corpus
 from gptlite.text.tokenizer import make_tokenizer
 from gptlite.text.tokens import split_corpus
-from gptlite.training.seeds import SeedsProgress
 
 TOKENIZER = make_tokenizer("char", TEXT)
 SPLIT = split_corpus(text_corpus(TEXT), TOKENIZER)
@@ -44,7 +44,6 @@ def trained(monkeypatch):
             yield SeedsProgress(
                 step=look * config.training.steps // looks,
                 steps=config.training.steps,
-                train_losses=losses,
                 val_losses=losses,
                 step_seconds=look * config.model.n_layers * 1.0,
             )
@@ -109,7 +108,7 @@ def test_long_and_similar_names_have_files_of_their_own(trained, tmp_path):
 def test_a_seed_that_diverges_is_kept_and_said(monkeypatch, tmp_path):
     def fit_seeds(config, make_model, seeds, split):
         losses = [math.nan if config is not BASE and seed == 1 else 2.0 + seed for seed in seeds]
-        yield SeedsProgress(8, 8, losses, losses, 1.0)
+        yield SeedsProgress(8, 8, losses, 1.0)
 
     monkeypatch.setattr(study_module, "fit_seeds", fit_seeds)
     monkeypatch.setattr(study_module, "_with_steps", lambda config, steps: config)

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -11,6 +12,7 @@ from gptlite.nn import (
     ALiBi,
     Attention,
     Bidirectional,
+    Causal,
     CrossAttention,
     LayerCache,
     Linear,
@@ -19,8 +21,31 @@ from gptlite.nn import (
     Rotary,
     SlidingWindow,
     attend,
+    dot_product,
 )
-from gptlite.nn.dot_product import attend_fused, attend_plain
+
+
+def one_head(q, k, v, offset: Any = 0, **options: Any):
+    """`attend` for `[batch, seq, d_head]`."""
+    return attend(q[:, None], k[:, None], v[:, None], offset, **options)[:, 0]
+
+
+def three_heads(q, k, v, **options):
+    """`attend` for `[heads, seq, d_head]`."""
+    return attend(q[None], k[None], v[None], **options)[0]
+
+
+@pytest.fixture
+def flash(monkeypatch):
+    """What is handed to cuDNN, computed by XLA."""
+    jaxs = jax.nn.dot_product_attention
+
+    def by_xla(*arrays, implementation, **options):
+        assert implementation == "cudnn"
+        return jaxs(*arrays, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
+    monkeypatch.setattr(dot_product, "targets_nvidia", lambda: True)
 
 
 def reference(query, key, value, offset=0):
@@ -42,44 +67,71 @@ def random_qkv(queries, keys, scale=1.0):
     return [scale * jax.random.normal(k, shape) for k, shape in zip(keys, shapes, strict=True)]
 
 
-@pytest.mark.parametrize("attend_fn", [attend, attend_plain, attend_fused])
 @pytest.mark.parametrize(
     ("queries", "keys", "offset"), [(9, 9, 0), (1, 9, 0), (1, 9, 8), (4, 9, 3)]
 )
-def test_attention_is_the_formula(attend_fn, queries, keys, offset):
+def test_attention_is_the_formula(queries, keys, offset):
     q, k, v = random_qkv(queries, keys)
     # 1e-5: float32 sums of 8 to 9 terms of size 1, against float64.
     np.testing.assert_allclose(
-        attend_fn(q, k, v, offset), reference(q, k, v, offset), rtol=1e-5, atol=1e-5
+        one_head(q, k, v, offset), reference(q, k, v, offset), rtol=1e-5, atol=1e-5
     )
 
 
-@pytest.mark.parametrize("attend_fn", [attend_plain, attend_fused])
-def test_large_scores_neither_overflow_nor_lose_the_sum(attend_fn):
+def test_large_scores_neither_overflow_nor_lose_the_sum():
     q, k, v = random_qkv(6, 6, scale=40.0)
-    out = attend_fn(q, k, v)
+    out = one_head(q, k, v)
     # Scores reach 5,000, and float32 holds those to 5e-4: an error that the exponential passes on.
     np.testing.assert_allclose(out, reference(q, k, v), rtol=5e-3, atol=5e-2)
 
 
 def test_the_offset_may_be_known_only_at_run_time():
     q, k, v = random_qkv(2, 9)
-    out = jax.jit(attend)(q, k, v, jnp.asarray(4))
+    out = jax.jit(one_head)(q, k, v, jnp.asarray(4))
     np.testing.assert_allclose(out, reference(q, k, v, 4), rtol=1e-5, atol=1e-5)
 
 
-def test_gradients_of_plain_and_fused_agree():
-    q, k, v = random_qkv(7, 7)
-    grads = [
-        jax.grad(lambda args, f=f: jnp.sum(jnp.sin(f(*args))))((q, k, v))
-        for f in (attend_plain, attend_fused)
-    ]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *grads)
+@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(1), SlidingWindow(4), Bidirectional()])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_flash_attention_is_asked_for_the_same_in_value_and_gradients(mask, kv_heads, flash):
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = [(2, 4, 9, 8), (2, kv_heads, 9, 8), (2, kv_heads, 9, 8)]
+    half = [jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(keys, shapes, strict=True)]
+
+    def value_and_gradients(*args):
+        def loss(args):
+            out = attend(*args, mask=mask).astype(jnp.float32)
+            return jnp.sum(jnp.sin(out)), out
+
+        (_, out), grads = jax.value_and_grad(loss, has_aux=True)(args)
+        return out, *grads
+
+    ours = value_and_gradients(*half)
+    exact = value_and_gradients(*(x.astype(jnp.float32) for x in half))  # not by flash attention
+    for x, y in zip(ours, exact, strict=True):
+        # 8 bits a number, some roundings deep. (Under a window of 1, queries have no gradient.)
+        assert np.linalg.norm(np.float32(x) - y) < 0.02 * np.linalg.norm(y) + 1e-3
+
+
+def test_flash_attention_is_only_for_what_it_can_do(flash, monkeypatch):
+    q, k, v = (x.astype(jnp.bfloat16) for x in random_qkv(9, 9))
+    monkeypatch.setattr(jax.nn, "dot_product_attention", None)
+    with pytest.raises(TypeError, match="not callable"):
+        one_head(q, k, v)
+    key, dropout = jax.random.key(0), eqx.nn.Dropout(0.1)
+    for options in (
+        {"padding_mask": jnp.ones((3, 9), bool)},
+        {"score_bias": ALiBi(1)},
+        {"dropout": dropout, "dropout_key": key},
+        {"offset": jnp.asarray(0)},
+    ):
+        one_head(q, k, v, **options)
+    one_head(q[:, -1:], k, v, 8)
 
 
 def test_bfloat16_stays_near_float32():
     q, k, v = random_qkv(9, 9)
-    out = attend_plain(*(x.astype(jnp.bfloat16) for x in (q, k, v)))
+    out = one_head(*(x.astype(jnp.bfloat16) for x in (q, k, v)))
     assert out.dtype == jnp.bfloat16
     # bfloat16 holds 8 bits: 2^-8 of values of size 1, some roundings deep.
     np.testing.assert_allclose(out.astype(jnp.float32), reference(q, k, v), atol=0.05)
@@ -88,9 +140,9 @@ def test_bfloat16_stays_near_float32():
 def test_dropout_on_weights_keeps_the_mean_and_needs_a_key():
     q, k, v = random_qkv(5, 5)
     dropout = eqx.nn.Dropout(0.5)
-    plain = attend_plain(q, k, v, dropout=dropout)
-    np.testing.assert_array_equal(plain, attend_plain(q, k, v))
-    many = jax.vmap(lambda key: attend_plain(q, k, v, dropout=dropout, dropout_key=key))(
+    plain = one_head(q, k, v, dropout=dropout)
+    np.testing.assert_array_equal(plain, one_head(q, k, v))
+    many = jax.vmap(lambda key: one_head(q, k, v, dropout=dropout, dropout_key=key))(
         jax.random.split(jax.random.key(1), 4000)
     )
     assert not np.allclose(many[0], many[1])
@@ -147,7 +199,7 @@ def test_a_cache_read_in_two_parts_equals_one_whole(first):
     module = attention()
     x = jax.random.normal(jax.random.key(1), (2, 8, 16))
     whole, _ = module(x)
-    empty = jnp.zeros((2 * 4, 10, 4))
+    empty = jnp.zeros((2, 4, 10, 4))
     cache = LayerCache(empty, empty)
     a, cache = module(x[:, :first], cache, 0)
     b, cache = module(x[:, first:], cache, first)
@@ -174,12 +226,11 @@ def reference_with(query, key, value, *, bias=None, window=None, tokens=None):
     return out
 
 
-@pytest.mark.parametrize("attend_fn", [attend_plain, attend_fused])
 @pytest.mark.parametrize(("queries", "keys"), [(9, 9), (4, 9), (9, 4), (1, 9)])
-def test_both_ways_every_query_sees_every_key(attend_fn, queries, keys):
+def test_both_ways_every_query_sees_every_key(queries, keys):
     q, k, v = (np.asarray(x, np.float64) for x in random_qkv(queries, keys))
     weights = np.exp(q @ k.swapaxes(-1, -2) / np.sqrt(8))
-    out = attend_fn(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)), mask=Bidirectional())
+    out = one_head(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)), mask=Bidirectional())
     np.testing.assert_allclose(
         out, weights / weights.sum(-1, keepdims=True) @ v, rtol=1e-5, atol=1e-5
     )
@@ -234,11 +285,10 @@ def test_relative_bias_both_ways_has_half_of_the_buckets_for_each():
     np.testing.assert_allclose(found, jnp.moveaxis(module.table.weight[wanted], -1, 0))
 
 
-@pytest.mark.parametrize("attend_fn", [attend_plain, attend_fused])
 @pytest.mark.parametrize("window", [1, 4])
-def test_a_sliding_window_sees_so_many(attend_fn, window):
+def test_a_sliding_window_sees_so_many(window):
     q, k, v = random_qkv(9, 9)
-    out = attend_fn(q, k, v, mask=SlidingWindow(window))
+    out = one_head(q, k, v, mask=SlidingWindow(window))
     np.testing.assert_allclose(out, reference_with(q, k, v, window=window), rtol=1e-5, atol=1e-5)
 
 
@@ -247,7 +297,7 @@ def test_alibi_takes_off_by_distance():
     q, k, v = random_qkv(9, 9)
     distance = np.arange(9)[:, None] - np.arange(9)
     bias = -(2.0 ** (-8 * np.arange(1, 4) / 3))[:, None, None] * distance
-    out = attend_plain(q, k, v, score_bias=ALiBi(3))
+    out = three_heads(q, k, v, score_bias=ALiBi(3))
     np.testing.assert_allclose(out, reference_with(q, k, v, bias=bias), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(ALiBi(8)(2, 2, 0)[:, 1, 0], -(0.5 ** np.arange(1, 9)))
 
@@ -267,7 +317,7 @@ def test_grouped_queries_share_keys_and_values():
     grouped = attention(n_kv_heads=2, positions=Rotary(), bias=True)
     x = jax.random.normal(jax.random.key(1), (2, 6, 16))
     assert grouped.key.weight.shape == (8, 16)
-    assert grouped.init_cache(2, 6, x.dtype).keys.shape == (4, 6, 4)
+    assert grouped.init_cache(2, 6, x.dtype).keys.shape == (2, 2, 6, 4)
 
     def repeated(layer):  # heads 0 and 1 are given the first, 2 and 3 the second
         weight = layer.weight.reshape(2, 4, 16).repeat(2, axis=0).reshape(16, 16)
@@ -285,10 +335,10 @@ def test_grouped_queries_share_keys_and_values():
 def test_padding_is_not_seen_and_what_sees_nothing_is_zero():
     q, k, v = random_qkv(9, 9)
     tokens = np.array([[True] * 9, [False] * 3 + [True] * 6, [True] * 5 + [False] * 4])
-    out = attend(q, k, v, padding_mask=jnp.asarray(tokens))
+    out = one_head(q, k, v, padding_mask=jnp.asarray(tokens))
     np.testing.assert_allclose(out, reference_with(q, k, v, tokens=tokens), rtol=1e-5, atol=1e-5)
     assert not np.any(out[1, :3])
-    grads = jax.grad(lambda q: jnp.sum(attend(q, k, v, padding_mask=jnp.asarray(tokens))))(q)
+    grads = jax.grad(lambda q: jnp.sum(one_head(q, k, v, padding_mask=jnp.asarray(tokens))))(q)
     assert np.isfinite(grads).all()
 
 
@@ -325,6 +375,11 @@ def test_an_odd_head_cannot_rotate():
 
 def test_a_wrong_width_names_function_argument_and_axes():
     with pytest.raises(TypeCheckError) as error:
-        attend(jnp.zeros((2, 3, 8)), jnp.zeros((2, 3, 9)), jnp.zeros((2, 3, 8)))
-    for words in ("gptlite.nn.dot_product.attend", "'key'", "rows keys d_head", "d_head=8"):
+        attend(*(jnp.zeros((1, 2, 3, d)) for d in (8, 9, 8)))
+    for words in (
+        "gptlite.nn.dot_product.attend",
+        "'key'",
+        "batch kv_heads keys d_head",
+        "d_head=8",
+    ):
         assert words in str(error.value)

@@ -206,9 +206,10 @@ def test_the_balance_loss_is_in_the_gradients_and_not_in_the_output(scale):
     picked = np.argsort(-np.asarray(module.router(X)), axis=-1)[..., :2]
 
     def balance(module):
+        """Of each sequence; their mean."""
         probability = jax.nn.softmax(module.router(X))
-        share = np.bincount(picked.ravel(), minlength=4) / picked.size
-        return 0.1 * 4 * jnp.sum(share * probability.mean((0, 1)))
+        share = np.stack([np.bincount(row.ravel(), minlength=4) / row.size for row in picked])
+        return 0.1 * 4 * jnp.mean(jnp.sum(share * probability.mean(1), axis=-1))
 
     def loss(module):
         return scale * jnp.mean(jnp.sin(module(X)))
@@ -220,6 +221,20 @@ def test_the_balance_loss_is_in_the_gradients_and_not_in_the_output(scale):
     np.testing.assert_allclose(extra, router_grad(balance, free), rtol=1e-4, atol=1e-6)
     at_rest = eqx.nn.inference_mode(module)
     np.testing.assert_array_equal(router_grad(loss, at_rest), router_grad(loss, free))
+
+
+def test_padding_does_not_count_in_the_balance_loss():
+    module = moe(balance_loss=0.1)
+    mask = jnp.array([[True] * 3 + [False] * 2, [False] * 5])
+
+    def extra(x, mask):
+        """The gradient of nothing but the balance loss."""
+        return eqx.filter_grad(lambda m: 0 * jnp.sum(m(x, padding_mask=mask)))(module).router.weight
+
+    half = extra(X, mask)
+    assert np.abs(half).max() > 0
+    # The second sequence, which has no token, adds zero to a mean over two.
+    np.testing.assert_allclose(half, extra(X[:1, :3], None) / 2, rtol=1e-5, atol=1e-8)
 
 
 def test_blocks_are_their_formulas():

@@ -59,4 +59,5 @@ def test_attention(name):
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers(name):
-    assert set(check_block(LAYERS[name]).laws) == set(LAWS) - {"both ways", "padding", "scan"}
+    left_out = {"both ways", "scan"} | (set() if name == "moe" else {"padding"})
+    assert set(check_block(LAYERS[name]).laws) == set(LAWS) - left_out

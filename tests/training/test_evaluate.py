@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from conftest import TINY, VOCAB, tiny_model
 
+from gptlite.sharding import make_mesh
 from gptlite.text.tokens import Split
 from gptlite.training import evaluate as evaluate_module
 from gptlite.training.evaluate import Evaluation, bits_per_byte
-from gptlite.training.loop import data_mesh
 from gptlite.training.loss import cross_entropy
 
 
@@ -28,7 +28,7 @@ def test_it_is_the_mean_over_every_token(tokens, monkeypatch):
         )
         losses += cross_entropy(logits[: len(window) - 1], jnp.asarray(window[1:])).tolist()
     assert len(losses) == tokens - 1
-    value = Evaluation(ids, TINY.context_length, data_mesh(2))(model)
+    value = Evaluation(ids, TINY.context_length, make_mesh())(model)
     # A mean of up to 99 float32 losses, summed in another order.
     np.testing.assert_allclose(value, np.mean(losses), rtol=1e-5)
 

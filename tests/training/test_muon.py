@@ -1,9 +1,8 @@
 import jax
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
-from gptlite.training.loop import data_mesh
+from gptlite.sharding import make_mesh, replicate
 from gptlite.training.muon import COEFFICIENTS, orthogonalize, scale_by_orthogonalization
 
 # 8 bits to a number, and small singular values, with the rounding error beside them, are raised by
@@ -58,18 +57,18 @@ def test_batches_of_one_shape_are_taken_apart_again_and_scaled():
 def test_devices_that_share_the_work_get_what_one_gets():
     """Three matrices on two devices: one share is padded."""
     updates = {"a": matrices(0, 3, 8, 8), "b": matrices(1, 3, 32, 8)}
-    alone, shared = scale_by_orthogonalization(), scale_by_orthogonalization("data")
-    mesh = data_mesh(2)
+    scale = scale_by_orthogonalization()
+
+    def run(updates):
+        return scale.update(updates, scale.init(updates))[0]
+
+    theirs = jax.jit(run)(updates)
+    mesh = make_mesh()
     assert mesh.size == 2
-    run = jax.shard_map(
-        lambda updates: shared.update(updates, shared.init(updates))[0],
-        mesh=mesh,
-        in_specs=PartitionSpec(),
-        out_specs=PartitionSpec(),
-        check_vma=False,
-    )
-    ours = jax.jit(run)(updates)
-    theirs, _ = alone.update(updates, alone.init(updates))
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(run).lower(replicate(updates, mesh)).compile()
+        ours = compiled(replicate(updates, mesh))
+    assert "bf16[2,8,8]" in str(compiled.as_text())  # of four, with the padding, two on each device
     for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         for matrix, other in zip(x, y, strict=True):
             assert distance(matrix, other) < TOLERANCE

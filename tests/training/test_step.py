@@ -6,17 +6,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TINY, VOCAB, tiny_model
-from jax.sharding import AxisType
 
 from gptlite.config import OptimizerConfig, TrainingConfig
 from gptlite.models.gpt import GPT
-from gptlite.training.loop import data_mesh
+from gptlite.sharding import make_mesh
 from gptlite.training.loss import window_losses
-from gptlite.training.optimizer import make_optimizer
-from gptlite.training.step import init_state, loss_and_grads, make_train_steps
+from gptlite.training.step import TrainSteps, loss_and_grads
 
 TRAINING = TrainingConfig(steps=10, batch_size=4, steps_per_dispatch=5, compute_dtype="float32")
-BATCHES = jax.random.randint(jax.random.key(5), (5, 4, TINY.context_length + 1), 0, VOCAB)
+SHAPE = (5, 4, TINY.context_length + 1)
+BATCHES = np.random.default_rng(5).integers(VOCAB, size=SHAPE).astype(np.int32)
 grads_of = eqx.filter_jit(loss_and_grads)
 
 
@@ -26,8 +25,9 @@ def trees_close(a, b, rtol=1e-5):
         np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * float(jnp.abs(x).max()))
 
 
-def copied(tree):
-    return jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, tree)
+def steps_of(model, optimizer=None, training=TRAINING, **options) -> TrainSteps:
+    optimizer = OptimizerConfig() if optimizer is None else optimizer
+    return TrainSteps(model, optimizer, training, make_mesh(), **options)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -41,18 +41,45 @@ def test_accumulation_gives_the_whole_batchs_gradient(dropout):
         assert 0.5 < float(parts[0] / whole[0]) < 2.0
 
 
-def test_each_device_drops_activations_of_its_own():
-    """Two devices see the same rows. With the same masks they would give what one gives."""
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_the_mean_is_over_what_counts_whatever_the_parts(parts):
+    """A row with nothing that counts among them; and a batch of nothing but such rows."""
+    model = tiny_model()
+    real = np.arange(TINY.context_length) < np.array([[12], [0], [5], [1]])
+    batch = {"windows": jnp.asarray(BATCHES[0]), "real": real}
+
+    def losses(model, batch, **options):
+        return window_losses(model, batch["windows"], **options)
+
+    def by_hand(model):
+        return jnp.sum(jnp.where(real, window_losses(model, jnp.asarray(BATCHES[0])), 0)) / 18
+
+    training = dataclasses.replace(TRAINING, accumulation=parts)
+    found = grads_of(model, batch, training, losses, lambda batch: batch["real"])
+    trees_close(eqx.filter_value_and_grad(by_hand)(model), found)
+    nothing = batch | {"real": np.zeros_like(real)}
+    loss, grads = grads_of(model, nothing, training, losses, lambda batch: batch["real"])
+    assert float(loss) == 0
+    assert all(not np.any(grad) for grad in jax.tree.leaves(grads))
+
+
+def test_parts_do_not_change_the_balance_loss():
+    model = tiny_model(mlp="moe", balance_loss=1.0)
+    whole = grads_of(model, BATCHES[0], TRAINING)
+    parts = grads_of(model, BATCHES[0], dataclasses.replace(TRAINING, accumulation=4))
+    trees_close(whole, parts)
+    free = tiny_model(mlp="moe", balance_loss=0.0)
+    without = grads_of(free, BATCHES[0], TRAINING)
+    router, other = (found[1].stack.blocks.mlp.router.weight for found in (whole, without))
+    assert np.abs(router - other).max() > 0.01 * np.abs(router).max()
+
+
+def test_dropout_drops_other_activations_in_every_row():
+    """Equal rows; with the same masks they would have the same losses."""
     model = tiny_model(dropout=0.5)
-    batch = jnp.concatenate([BATCHES[:1, :2]] * 2, axis=1)
-    optimizer = make_optimizer(OptimizerConfig(), 10, model)
-
-    def loss(mesh, batch):
-        steps = make_train_steps(TRAINING, optimizer, mesh)
-        return float(steps(init_state(copied(model), optimizer), batch.copy(), 1)[1].loss[0])
-
-    one = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
-    assert loss(one, batch[:, :2]) != pytest.approx(loss(data_mesh(4), batch), rel=1e-3)
+    batch = np.repeat(BATCHES[0, :1], 4, axis=0)
+    per_row = window_losses(model, jnp.asarray(batch), key=jax.random.key(0)).mean(axis=1)
+    assert len(set(per_row.tolist())) == 4
 
 
 def test_gradients_of_the_loss_agree_with_finite_differences_in_float64():
@@ -89,12 +116,11 @@ def test_gradients_of_the_loss_agree_with_finite_differences_in_float64():
 
 def test_steps_in_one_dispatch_are_steps_one_by_one():
     model = tiny_model()
-    optimizer = make_optimizer(OptimizerConfig(), 10, model)
-    train_steps = make_train_steps(TRAINING, optimizer, data_mesh(4))
-    together, metrics = train_steps(init_state(copied(model), optimizer), BATCHES.copy(), 5)
-    apart, losses = init_state(copied(model), optimizer), []
+    train_steps = steps_of(model)
+    together, metrics = train_steps(train_steps.init(model), BATCHES, 5)
+    apart, losses = train_steps.init(model), []
     for i in range(5):
-        apart, one = train_steps(apart, jnp.roll(BATCHES, -i, axis=0), 1)
+        apart, one = train_steps(apart, np.roll(BATCHES, -i, axis=0), 1)
         losses.append(float(one.loss[0]))
     assert int(together.step) == int(apart.step) == 5
     np.testing.assert_allclose(metrics.loss, losses, rtol=1e-6)
@@ -103,12 +129,21 @@ def test_steps_in_one_dispatch_are_steps_one_by_one():
 
 def test_a_dispatch_of_no_steps_changes_nothing():
     model = tiny_model()
-    optimizer = make_optimizer(OptimizerConfig(), 10, model)
-    state, _ = make_train_steps(TRAINING, optimizer, data_mesh(4))(
-        init_state(copied(model), optimizer), BATCHES.copy(), 0
-    )
+    train_steps = steps_of(model)
+    state, _ = train_steps(train_steps.init(model), BATCHES, 0)
     assert int(state.step) == 0
     trees_close(eqx.filter(state.model, eqx.is_array), eqx.filter(model, eqx.is_array), 0.0)
+
+
+def test_one_program_serves_all_dispatches(caplog):
+    model = tiny_model()
+    train_steps = steps_of(model)
+    state = train_steps.init(model)
+    with jax.log_compiles():
+        for count in (0, 5, 2):
+            state, _ = train_steps(state, BATCHES, count)
+    compiled = [line for line in caplog.messages if "Finished XLA compilation of jit(run)" in line]
+    assert len(compiled) == 1
 
 
 def test_bfloat16_keeps_parameters_and_gradients_in_float32():
@@ -128,13 +163,13 @@ def test_bfloat16_keeps_parameters_and_gradients_in_float32():
 def test_a_model_overfits_one_batch(name):
     model = eqx.filter_jit(GPT)(TINY, VOCAB, key=jax.random.key(0))
     config = OptimizerConfig(name=name, learning_rate=0.02, schedule="linear")
-    optimizer = make_optimizer(config, 300, model)
-    train_steps = make_train_steps(TRAINING, optimizer, data_mesh(4))
-    state = init_state(model, optimizer)
-    batches = jnp.broadcast_to(BATCHES[:1, :2], (50, 2, TINY.context_length + 1))
+    training = dataclasses.replace(TRAINING, steps=300, batch_size=2)
+    train_steps = steps_of(model, config, training)
+    state = train_steps.init(model)
+    batches = np.broadcast_to(BATCHES[:1, :2], (50, 2, TINY.context_length + 1))
     losses = []
     for _ in range(6):
-        state, metrics = train_steps(state, batches.copy(), 50)
+        state, metrics = train_steps(state, batches, 50)
         losses.append(float(metrics.loss[-1]))
     # ln 13 at the start; random text leaves nothing to predict but by heart. The first token of a
     # row tells which row it is.

@@ -12,7 +12,7 @@ from gptlite.config import ModelConfig, OptimizerConfig, TrainingConfig, UserErr
 from gptlite.models.encoder import Encoder
 from gptlite.models.gpt import GPT
 from gptlite.nn import Embedding
-from gptlite.training.loop import DivergenceError
+from gptlite.training.fit import DivergenceError
 from gptlite.training.loss import cross_entropy, window_losses
 from gptlite.training.train import train
 
@@ -87,7 +87,7 @@ def test_a_loss_that_is_not_finite_is_said(model):
     ],
 )
 def test_batches_of_another_shape_are_said(model, bad):
-    with pytest.raises(UserError, match=r"first axis of training.batch_size, 8, and the same"):
+    with pytest.raises(UserError, match=r"an axis of training.batch_size, 8, and have the same"):
         train(model, losses, bad, OptimizerConfig(), TRAINING)
 
 

@@ -14,11 +14,12 @@ import equinox as eqx
 import jax
 
 from gptlite.config import Config, UserError, load_config
-from gptlite.files import json_from_bytes
+from gptlite.files import read_json
 from gptlite.models.gpt import GPT
 from gptlite.own import OWN_FOLDER, changed_sources, load_own, named_again
+from gptlite.runs.weights import load_weights
+from gptlite.text.corpus import Corpus, load_corpus
 from gptlite.text.tokenizer import Tokenizer, tokenizer_from_json
-from gptlite.training.weights import load_weights
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,17 @@ def load_tokenizer(path: Path) -> Tokenizer:
     **Raises:** `UserError` if it is missing or damaged.
     """
     try:
-        content = (path / "tokenizer.json").read_bytes()
-        return tokenizer_from_json(json_from_bytes(content, sealed=False))
+        return tokenizer_from_json(read_json(path / "tokenizer.json"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path / 'tokenizer.json'} cannot be read: {error}") from error
+
+
+def load_corpus_again(name: str) -> Corpus:
+    """The corpus `name` of a run that is resumed.
+
+    **Raises:** `UserError` if it cannot be had.
+    """
+    try:
+        return load_corpus(name)
+    except UserError as error:
+        raise UserError(f"{error} --data.corpus may say where the run's text is now.") from error

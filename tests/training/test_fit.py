@@ -12,11 +12,15 @@ from conftest import ROOT, TEXT, TINY
 
 from gptlite.config import Config, OptimizerConfig, TrainingConfig, UserError
 from gptlite.models.gpt import GPT
+from gptlite.sharding import AXES, check_rows, make_mesh
 from gptlite.text.batches import Batches
 from gptlite.text.corpus import text_corpus
 from gptlite.text.tokenizer import make_tokenizer
 from gptlite.text.tokens import split_corpus
-from gptlite.training.loop import DivergenceError, fit
+from gptlite.training import fit as fit_module
+from gptlite.training.evaluate import Evaluation
+from gptlite.training.fit import DivergenceError, Position, fit
+from gptlite.training.step import TrainSteps
 
 TOKENIZER = make_tokenizer("char", TEXT)
 SPLIT = split_corpus(text_corpus(TEXT), TOKENIZER)
@@ -32,13 +36,44 @@ def new_model(config: Config = CONFIG) -> GPT:
     return eqx.filter_jit(GPT)(config.model, TOKENIZER.vocab_size, key=jax.random.key(0))
 
 
-def run(config: Config):
-    """Everything that a run yields, with the last model's arrays."""
-    records, arrays = [], []
-    for progress in fit(config, new_model(config), SPLIT):
-        records.append(progress.record())
-        arrays = [np.asarray(x) for x in jax.tree.leaves(eqx.filter(progress.state, eqx.is_array))]
-    return records, arrays
+def steps_of(config: Config, model: GPT | None = None) -> TrainSteps:
+    model = new_model(config) if model is None else model
+    return TrainSteps(model, config.optimizer, config.training, make_mesh())
+
+
+def batches_of(config: Config, split=SPLIT) -> Batches:
+    training = config.training
+    return Batches(split.train, training.batch_size, config.model.context_length, training.seed)
+
+
+def arrays_of(state) -> list[np.ndarray]:
+    return [np.array(x) for x in jax.tree.leaves(eqx.filter(state, eqx.is_array))]
+
+
+def run(config: Config, split=SPLIT, model: GPT | None = None):
+    """The lines of metrics of a run, and the last state's arrays."""
+    model = new_model(config) if model is None else model
+    train_steps = steps_of(config, model)
+    evaluate = Evaluation(split.validation, config.model.context_length, train_steps.mesh)
+    lines, arrays = [], []
+    for progress in fit(train_steps.init(model), train_steps, batches_of(config, split)):
+        val_loss = evaluate.checked(progress) if progress.evaluation_due else None
+        if progress.ends_line:
+            lines.append(line_of(progress, val_loss))
+        arrays = arrays_of(progress.state)
+    return lines, arrays
+
+
+def line_of(progress, val_loss=None):
+    """What does not depend on time."""
+    return {
+        "step": progress.step,
+        "train_loss": progress.train_loss,
+        "val_loss": val_loss,
+        "learning_rate": progress.learning_rate,
+        "grad_norm": progress.grad_norm,
+        "skipped": progress.position.skipped,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -49,28 +84,13 @@ def finished():
 def test_it_stops_for_evaluations_and_at_the_end(finished):
     records, _ = finished
     assert [record["step"] for record in records] == [10, 20, 25, 35, 45]
-    assert [record["step"] for record in records if "val_loss" in record] == [25, 45]
-    assert [record["tokens"] for record in records] == [8 * 12 * r["step"] for r in records]
+    assert [record["step"] for record in records if record["val_loss"]] == [25, 45]
 
 
 def test_it_learns(finished):
     records, _ = finished
     assert records[0]["train_loss"] > records[-1]["train_loss"] > 0
     assert records[-1]["val_loss"] < records[-3]["val_loss"] < np.log(TOKENIZER.vocab_size)
-
-
-def test_a_line_of_metrics_has_what_it_should(finished):
-    for record in finished[0]:
-        assert {
-            "step",
-            "tokens",
-            "train_loss",
-            "learning_rate",
-            "grad_norm",
-            "tokens_per_second",
-            "seconds",
-        } <= set(record)
-        assert json.loads(json.dumps(record)) == record
 
 
 def test_a_run_is_a_pure_function_of_its_config(finished):
@@ -91,11 +111,10 @@ def test_the_length_of_a_dispatch_changes_nothing(finished):
 
 def test_the_callers_model_is_left_alone():
     model = new_model()
-    before = [np.array(x) for x in jax.tree.leaves(eqx.filter(model, eqx.is_array))]
+    before = arrays_of(model)
     training = dataclasses.replace(CONFIG.training, steps=3)
-    for _ in fit(dataclasses.replace(CONFIG, training=training), model, SPLIT):
-        pass
-    for a, b in zip(before, jax.tree.leaves(eqx.filter(model, eqx.is_array)), strict=True):
+    run(dataclasses.replace(CONFIG, training=training), model=model)
+    for a, b in zip(before, arrays_of(model), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -110,7 +129,7 @@ def test_a_loss_that_is_no_number_ends_the_run_with_the_batch_and_advice():
         run(dataclasses.replace(CONFIG, optimizer=EXPLODING))
     assert e.value.report["learning_rate"] == pytest.approx(1e38)
     batches = Batches(SPLIT.train, 8, 12, CONFIG.training.seed)
-    np.testing.assert_array_equal(e.value.windows, batches(1))
+    np.testing.assert_array_equal(e.value.batch, batches(1))
 
 
 def test_updates_that_are_not_finite_can_be_skipped_and_are_counted():
@@ -126,8 +145,9 @@ def test_updates_that_are_not_finite_can_be_skipped_and_are_counted():
     assert records[1]["train_loss"] is None
     # Here the updates themselves are too large to be measured: none is made.
     nothing = dataclasses.replace(CONFIG, optimizer=EXPLODING, training=training)
-    *_, last = fit(nothing, new_model(), SPLIT)
-    assert last.skipped == 45
+    train_steps = steps_of(nothing)
+    *_, last = fit(train_steps.init(new_model()), train_steps, batches_of(nothing))
+    assert last.position.skipped == 45
     assert eqx.tree_equal(last.model, new_model())
 
 
@@ -148,24 +168,49 @@ def test_a_validation_loss_that_is_no_number_is_not_taken_for_the_best():
         run(config)
 
 
-def test_pauses_change_nothing(finished):
-    """Neither the numbers, nor the lines of metrics, however the steps are dispatched."""
-    paused = []
-    for progress in fit(CONFIG, new_model(), SPLIT, pause=lambda: True):
-        paused.append(progress)
-    lines = [progress.record() for progress in paused if progress.ends_line]
-    times = ("tokens_per_second", "step_seconds", "seconds")
-    for a, b in zip(lines, finished[0], strict=True):
-        assert {k: a[k] for k in a if k not in times} == {k: b[k] for k in b if k not in times}
-    assert len(paused) > len(lines)
-    first = paused[0]
-    assert (first.step, first.ends_line, len(first.position.losses)) == (1, False, 1)
+def test_however_steps_are_dispatched_nothing_changes(finished, monkeypatch):
+    """Neither the numbers, nor the lines of metrics."""
+    monkeypatch.setattr(fit_module, "SECONDS_PER_DISPATCH", 0.0)
+    train_steps = steps_of(CONFIG)
+    lines, pending = [], []
+    for progress in fit(train_steps.init(new_model()), train_steps, batches_of(CONFIG)):
+        pending.append(len(progress.position.losses))
+        if progress.ends_line:
+            lines.append(line_of(progress))
+    assert pending[:11] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
+    assert len(pending) == 45
+    assert lines == [record | {"val_loss": None} for record in finished[0]]
 
 
-def test_a_model_of_another_vocabulary_is_refused():
-    model = eqx.filter_jit(GPT)(TINY, 5, key=jax.random.key(0))
-    with pytest.raises(UserError, match="vocabulary ends at 4"):
-        fit(CONFIG, model, SPLIT)
+def test_it_goes_on_from_a_position(finished, monkeypatch):
+    """In the middle of a line of metrics."""
+    monkeypatch.setattr(fit_module, "SECONDS_PER_DISPATCH", 0.0)
+    train_steps = steps_of(CONFIG)
+    at, state = Position(), train_steps.init(new_model())
+    for progress in fit(state, train_steps, batches_of(CONFIG)):
+        if progress.step == 13:
+            at, state = progress.position, jax.tree.map(copied, progress.state)
+            break
+    lines, arrays = [], []
+    for progress in fit(state, train_steps, batches_of(CONFIG), start=at):
+        if progress.ends_line:
+            lines.append(line_of(progress))
+        arrays = arrays_of(progress.state)
+    assert lines == [record | {"val_loss": None} for record in finished[0][1:]]
+    for a, b in zip(arrays, finished[1], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def copied(x):
+    return x.copy() if eqx.is_array(x) else x
+
+
+def test_muon_refuses_a_model_without_a_stack():
+    """It would train by Adam alone, and nobody would be told."""
+    with pytest.raises(UserError, match=r"made by unstacked\(\) cannot be trained"):
+        steps_of(CONFIG, new_model().unstacked())
+    adamw = dataclasses.replace(CONFIG, optimizer=OptimizerConfig(name="adamw"))
+    steps_of(adamw, new_model().unstacked())
 
 
 def test_two_devices_do_what_one_does(finished):
@@ -176,7 +221,7 @@ import json, sys
 import jax
 sys.path.insert(0, "tests/training")
 sys.path.insert(0, "tests")
-from test_loop import CONFIG, run
+from test_fit import CONFIG, run
 assert jax.device_count() == 1
 records, arrays = run(CONFIG)
 print(json.dumps([records[-1]["train_loss"], records[-1]["val_loss"]]))
@@ -195,10 +240,9 @@ print(json.dumps([records[-1]["train_loss"], records[-1]["val_loss"]]))
     assert val_loss == pytest.approx(finished[0][-1]["val_loss"], rel=1e-3)
 
 
-def test_devices_that_cannot_share_the_batch_are_named(monkeypatch):
-    monkeypatch.setattr(jax, "device_count", lambda: 3)
+def test_devices_that_cannot_share_the_batch_are_named():
     with pytest.raises(UserError, match="multiple of the 3 devices that share it, got 8"):
-        run(CONFIG)
+        check_rows(jax.sharding.AbstractMesh((3, 1, 1), AXES), 8)
 
 
 def test_a_text_in_a_file_trains_like_one_in_memory(finished, tmp_path):
@@ -206,12 +250,7 @@ def test_a_text_in_a_file_trains_like_one_in_memory(finished, tmp_path):
         text_corpus(TEXT), TOKENIZER, folder=tmp_path, in_memory=0, say=lambda _: None
     )
     assert isinstance(split.train, np.memmap)
-    records, arrays = [], []
-    for progress in fit(CONFIG, new_model(), split):
-        records.append(progress.record())
-        arrays = [np.asarray(x) for x in jax.tree.leaves(eqx.filter(progress.state, eqx.is_array))]
+    records, arrays = run(CONFIG, split)
+    assert records == finished[0]
     for a, b in zip(arrays, finished[1], strict=True):
         np.testing.assert_array_equal(a, b)
-    assert [r["val_loss"] for r in records if "val_loss" in r] == [
-        r["val_loss"] for r in finished[0] if "val_loss" in r
-    ]

@@ -12,7 +12,7 @@ from conftest import ROOT
 # Hashing 1 MB blocks without Python in between, as a compiled step would.
 PROGRAM = """
 import hashlib, sys
-from gptlite.training.stop import Stop
+from gptlite.runs.stop import Stop
 data = bytes(400_000_000)
 with Stop() as stop:
     print("ready", flush=True)
@@ -62,7 +62,7 @@ def test_the_second_signal_ends_it_at_once():
 
 
 def test_what_is_ignored_stays_so():
-    from gptlite.training.stop import Stop
+    from gptlite.runs.stop import Stop
 
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
@@ -75,7 +75,7 @@ def test_what_is_ignored_stays_so():
 
 
 def test_afterwards_signals_do_what_they_did():
-    from gptlite.training.stop import Stop
+    from gptlite.runs.stop import Stop
 
     before = signal.getsignal(signal.SIGINT)
     with Stop() as stop:

@@ -4,10 +4,9 @@ import json
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
-
-from gptlite.training.loop import Progress
 
 # Not a terminal: a line at least so many seconds after the last one, besides the evaluations'.
 SECONDS_BETWEEN_LINES = 10.0
@@ -30,25 +29,26 @@ class Display:
         )
         self._last_line = 0.0
 
-    def update(self, progress: Progress, sample: str = "") -> None:
-        """Show where the run is, and at an evaluation its loss and `sample`."""
-        left = progress.seconds / progress.step * (self._steps - progress.step)
-        loss = "none" if progress.train_loss is None else f"{progress.train_loss:.4f}"
-        state = f"loss {loss}  {progress.tokens_per_second:,.0f} tokens/s"
-        if progress.skipped:
-            state += f"  {progress.skipped} updates skipped"
-        line = f"step {progress.step:>{len(str(self._steps))}}/{self._steps}  {state}"
-        if progress.val_loss is not None:
-            self.say(f"{line}  validation loss {progress.val_loss:.4f}")
+    def update(self, line: dict[str, Any], sample: str = "") -> None:
+        """Show a line of metrics, and at an evaluation its loss and `sample`."""
+        step, loss = line["step"], line["train_loss"]
+        left = line["seconds"] / step * (self._steps - step)
+        loss = "none" if loss is None else f"{loss:.4f}"
+        state = f"loss {loss}  {line['tokens_per_second']:,.0f} tokens/s"
+        if line.get("skipped"):
+            state += f"  {line['skipped']} updates skipped"
+        shown = f"step {step:>{len(str(self._steps))}}/{self._steps}  {state}"
+        if "val_loss" in line:
+            self.say(f"{shown}  validation loss {line['val_loss']:.4f}")
             for text in sample.split("\n") if sample else ():
                 # Sampled bytes may be control characters, which a terminal would obey.
-                shown = "".join(c if c.isprintable() or c == "\t" else "\ufffd" for c in text)
-                self.say(f"    | {shown}")
-        elif self._bar.disable and progress.seconds - self._last_line > SECONDS_BETWEEN_LINES:
-            self.say(f"{line}  {left:.0f} s left")
-            self._last_line = progress.seconds
+                clean = "".join(c if c.isprintable() or c == "\t" else "\ufffd" for c in text)
+                self.say(f"    | {clean}")
+        elif self._bar.disable and line["seconds"] - self._last_line > SECONDS_BETWEEN_LINES:
+            self.say(f"{shown}  {left:.0f} s left")
+            self._last_line = line["seconds"]
         self._bar.set_postfix_str(state, refresh=False)
-        self._bar.update(progress.step - self._bar.n)
+        self._bar.update(step - self._bar.n)
 
     def say(self, line: str) -> None:
         """Print a line above the bar."""

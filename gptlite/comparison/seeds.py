@@ -1,0 +1,84 @@
+"""One model trained from several seeds at the same time, in one compiled program.
+
+The seeds have an axis of their own, which the devices share out; each device runs its seeds side by
+side (`jax.vmap`). What seed s gets is what it would get alone: `train.py --training.seed s` gives
+the same up to the order of sums.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PRNGKeyArray
+
+from gptlite.config import Config
+from gptlite.models.gpt import GPT
+from gptlite.sharding import SEEDS, seeds_mesh
+from gptlite.text.batches import Batches
+from gptlite.text.tokens import Split
+from gptlite.training.evaluate import Evaluation
+from gptlite.training.fit import fit
+from gptlite.training.step import TrainSteps
+
+
+@dataclass(frozen=True)
+class SeedsProgress:
+    """After steps."""
+
+    step: int
+    steps: int
+    """When all is done."""
+    val_losses: Sequence[float] | None
+    """Where an evaluation was due: nats a token, one a seed."""
+    step_seconds: float
+    """Spent on steps so far, by all seeds together, without compilation and evaluations."""
+
+
+def fit_seeds(
+    config: Config,
+    make_model: Callable[[PRNGKeyArray], GPT],
+    seeds: Sequence[int],
+    split: Split,
+) -> Iterator[SeedsProgress]:
+    """Train `make_model(key)` as `config` says, once for each of `seeds`, which take the place of
+    `training.seed`.
+
+    A seed whose loss is no longer finite goes on, and shows. The steps are compiled before this
+    returns.
+
+    **Raises:** `UserError` if the text is too short.
+    """
+    training, context = config.training, config.model.context_length
+    seeds, mesh = list(seeds), seeds_mesh(len(seeds))
+    # All devices have as many: the last seed fills the gaps, and is left out of what is reported.
+    filled = [*seeds, *seeds[-1:] * (-len(seeds) % mesh.shape[SEEDS])]
+    batches = [Batches(split.train, training.batch_size, context, seed) for seed in filled]
+
+    @eqx.filter_jit
+    @eqx.filter_vmap
+    def draw(seed):  # as train.py does
+        return make_model(jax.random.split(jax.random.key(seed))[0])
+
+    models = draw(jnp.asarray(filled, jnp.int32))
+    one = jax.tree.map(lambda x: x[0] if eqx.is_array(x) else x, models)
+    train_steps = TrainSteps(one, config.optimizer, training, mesh, seeds=filled)
+    evaluate = Evaluation(split.validation, context, mesh)
+    fitting = fit(
+        train_steps.init(models),
+        train_steps,
+        lambda step: np.stack([batch(step) for batch in batches]),
+        stop_on_nonfinite=False,
+    )
+
+    def loop() -> Iterator[SeedsProgress]:
+        for progress in fitting:
+            losses = None
+            if progress.evaluation_due:
+                losses = evaluate(progress.state.model)[: len(seeds)].tolist()
+            seconds = progress.position.step_seconds
+            yield SeedsProgress(progress.step, training.steps, losses, seconds)
+
+    return loop()

@@ -1,0 +1,86 @@
+"""Arrays by name, and weights as a file that any safetensors reader opens."""
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
+from jaxtyping import PyTree
+from safetensors import SafetensorError
+
+from gptlite.config import UserError
+from gptlite.models.gpt import GPT
+from gptlite.sharding import path_name
+
+T = TypeVar("T")
+
+
+def named_leaves(tree: PyTree) -> dict[str, Any]:
+    """All arrays of `tree`, or shapes of arrays, each under its path in the tree, e.g.
+    `stack.blocks.attention.query.weight`."""
+    return {
+        path_name(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+    }
+
+
+def named_arrays(tree: PyTree) -> dict[str, np.ndarray]:
+    """`named_leaves`, whole, in host memory."""
+    return {name: np.asarray(leaf) for name, leaf in named_leaves(tree).items()}
+
+
+def fill(skeleton: T, arrays: dict[str, Any], source: str) -> T:
+    """`skeleton` (a pytree, or `eqx.filter_eval_shape` of one) with `arrays`, as from
+    `named_arrays`, in their places.
+
+    **Raises:** `UserError`, which names `source`, if names, shapes or dtypes are not those of the
+    skeleton.
+    """
+    check_shapes(skeleton, arrays, source)
+
+    def put(path, leaf):
+        is_array = isinstance(leaf, jax.ShapeDtypeStruct | jax.Array)
+        return jnp.asarray(arrays[path_name(path)]) if is_array else leaf
+
+    return jax.tree_util.tree_map_with_path(put, skeleton)
+
+
+def check_shapes(skeleton: PyTree, arrays: dict[str, Any], source: str) -> None:
+    """**Raises:** `UserError` as `fill` does."""
+    wanted = named_leaves(skeleton)
+    for name, leaf in wanted.items():
+        array = arrays.get(name)
+        if array is None:
+            raise UserError(f"{source} lack {name}, which the config calls for.")
+        if tuple(array.shape) != leaf.shape or array.dtype != leaf.dtype:
+            raise UserError(
+                f"In {source}, {name} is {array.dtype}{list(array.shape)} where the "
+                f"config calls for {leaf.dtype}{list(leaf.shape)}."
+            )
+    extra = arrays.keys() - wanted.keys()
+    if extra:
+        raise UserError(f"{source} hold {min(extra)}, which the config has no room for.")
+
+
+def weights_to_bytes(weights: dict[str, np.ndarray]) -> bytes:
+    """A model's `named_arrays` in the safetensors format."""
+    return safetensors.numpy.save(weights)
+
+
+def load_weights(path: Path, skeleton: GPT) -> GPT:
+    """`skeleton` (a model, or `eqx.filter_eval_shape` of one) with the arrays in `path`.
+
+    **Raises:** `UserError` if the file is no safetensors file, or its names, shapes or dtypes are
+    not the skeleton's.
+    """
+    try:
+        arrays = safetensors.numpy.load(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"The weights {path} cannot be read: {error.strerror}.") from error
+    except (SafetensorError, KeyError) as error:  # KeyError: a dtype NumPy lacks
+        raise UserError(f"The weights {path} cannot be read: {error}.") from error
+    return fill(skeleton, arrays, f"The weights {path}")

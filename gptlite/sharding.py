@@ -1,0 +1,266 @@
+"""The mesh of devices, and how arrays are spread over it. The one module that knows of devices.
+
+All other code computes on whole arrays, as if there were one device. A mesh has three axes:
+
+    data     each device has rows of the batch of its own, and a copy of the parameters
+    fsdp     as data, but each device keeps a part of every matrix, and gathers a layer's matrices
+             when the layer runs (Rajbhandari et al., 2020, "ZeRO", stage 3)
+    tensor   each device computes some of the heads, and some of the MLP's width (Shoeybi et al.,
+             2019, "Megatron-LM", section 3)
+
+The compiler divides the work (Xu et al., 2021, "GSPMD") by where parameters and batches lie, and by
+the few constraints that the model states. Outside of a mesh these do nothing.
+"""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from gptlite.config import UserError
+
+T = TypeVar("T")
+
+AXES = ("data", "fsdp", "tensor")
+# Models trained side by side, each on one device: see `seeds_mesh`.
+SEEDS = "seeds"
+# What an axis of an array is spread over.
+SPREAD = {"batch": ("data", "fsdp"), "heads": "tensor", "vocab": "tensor", "all": AXES}
+
+# Matrices `[d_out, d_in]` by the module that they belong to. Those that read the residual stream
+# are cut along their outputs, those that write to it along their inputs, so that a tensor-parallel
+# branch needs a single sum at its end.
+BY_OUTPUT = ("query", "key", "value", "gate", "up", "head", "embedding", "previous")
+BY_INPUT = ("output", "down")
+
+
+def make_mesh(*, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh of `devices`, by default all; the axis `data` takes what the others leave.
+
+    **Raises:** `UserError` if `fsdp` times `tensor` does not divide the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    data, rest = divmod(len(devices), fsdp * tensor)
+    if rest or not data:
+        raise UserError(
+            f"mesh.fsdp times mesh.tensor must divide the number of devices, {len(devices)}, got "
+            f"{fsdp} and {tensor}."
+        )
+    return jax.make_mesh(
+        (data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * 3, devices=list(devices)
+    )
+
+
+def seeds_mesh(models: int) -> Mesh:
+    """A mesh whose devices train `models` models side by side, as equal a share each as possible:
+    the axis `seeds`, and the other axes with a single device."""
+    devices = jax.devices()[: min(jax.device_count(), models)]
+    names = (SEEDS, *AXES)
+    shape = (len(devices), 1, 1, 1)
+    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * 4, devices=devices)
+
+
+def check_rows(mesh: Mesh | AbstractMesh, rows: int) -> None:
+    """**Raises:** `UserError` if the devices of `mesh` cannot share `rows` rows evenly."""
+    devices = mesh.shape["data"] * mesh.shape["fsdp"]
+    if rows % devices:
+        raise UserError(
+            f"training.batch_size / training.accumulation must be a multiple of the {devices} "
+            f"devices that share it, got {rows}."
+        )
+
+
+def parameter_spec(path: str, shape: Sequence[int], mesh: Any) -> PartitionSpec:
+    """How the parameter at `path` of a model, or what an optimizer keeps for it, is spread.
+
+    Matrices are cut over `fsdp` and `tensor`, along axes that these divide; vectors are not. In a
+    `Stack`, the axis of layers comes first.
+    """
+    stacked = 1 if re.search(r"(^|\.)blocks\.(?!\d)", path) else 0
+    if len(shape) - stacked < 2:
+        return PartitionSpec()
+    module = next((name for name in path.split(".")[-2::-1] if not name.isdigit()), "")
+    cut = (None, "fsdp")
+    if module in BY_OUTPUT:
+        cut = ("tensor", "fsdp")
+    elif module in BY_INPUT:
+        cut = ("fsdp", "tensor")
+    return _spec((*(None,) * (len(shape) - 2), *cut), shape, mesh)
+
+
+def shardings(tree: Any, mesh: Mesh) -> Any:
+    """Where each array of `tree`, a model or what belongs to its training, lies on `mesh`; None for
+    what is no array. `tree` may be shapes."""
+
+    def of(path, leaf):
+        if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray):
+            return None
+        return NamedSharding(mesh, parameter_spec(path_name(path), leaf.shape, mesh))
+
+    return jax.tree_util.tree_map_with_path(of, tree)
+
+
+def place(tree: T, mesh: Mesh) -> T:
+    """`tree`, a model or what belongs to its training, spread over `mesh`."""
+    wanted = shardings(tree, mesh)
+    return jax.tree.map(lambda x, s: x if s is None else jax.device_put(x, s), tree, wanted)
+
+
+def place_seeds(tree: T, mesh: Mesh) -> T:
+    """`tree`, whose arrays begin with an axis of seeds, spread over a `seeds_mesh`."""
+    return eqx.filter_shard(tree, NamedSharding(mesh, PartitionSpec(SEEDS)))
+
+
+def place_batches(tree: T, mesh: Mesh) -> T:
+    """Batches `[steps, batch, ...]` with their rows spread over `mesh`; of a `seeds_mesh`,
+    `[steps, seeds, batch, ...]`."""
+    rows = SEEDS if SEEDS in mesh.axis_names else SPREAD["batch"]
+    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec(None, rows)))
+
+
+def replicate(tree: T, mesh: Mesh) -> T:
+    """`tree`, whole on every device of `mesh`."""
+    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
+
+
+def local(tree: T) -> T:
+    """`tree`, with each array that every device holds whole as the first device's copy. An array
+    that is spread stays so."""
+
+    def one(x):
+        whole = isinstance(x, jax.Array) and x.is_fully_replicated
+        return x.addressable_data(0) if whole else x
+
+    return jax.tree.map(one, tree)
+
+
+# What follows is for code that is being compiled for the devices of the mesh that `jax.set_mesh`
+# sets.
+
+
+def constrain(x: Array, *axes: str | None) -> Array:
+    """`x` with its last axes spread as `axes` say, names of `SPREAD` or None for not at all. An
+    axis whose devices do not divide it is not spread."""
+    mesh = _mesh()
+    if mesh is None:
+        return x
+    wanted = (*(None,) * (x.ndim - len(axes)), *axes[max(0, len(axes) - x.ndim) :])
+    names = [None if axis is None else SPREAD[axis] for axis in wanted]
+    return jax.lax.with_sharding_constraint(x, _spec(names, x.shape, mesh))
+
+
+def keep_placed(tree: T) -> T:
+    """`tree`, computed, spread as `place` spreads it."""
+    mesh = _mesh()
+    if mesh is None:
+        return tree
+
+    def keep(path, leaf):
+        if not eqx.is_array(leaf):
+            return leaf
+        spec = parameter_spec(path_name(path), leaf.shape, mesh)
+        return jax.lax.with_sharding_constraint(leaf, spec)
+
+    return jax.tree_util.tree_map_with_path(keep, tree)
+
+
+def gathered(module: T, path: str = "") -> T:
+    """`module`, the part of a model at `path`, for use: its parameters no longer cut over `fsdp`,
+    and their gradients cut again as soon as they are computed."""
+    mesh = _mesh()
+    if mesh is None or mesh.shape["fsdp"] == 1:
+        return module
+
+    def gather(place, leaf):
+        if not eqx.is_array(leaf):
+            return leaf
+        spec = parameter_spec(f"{path}.{path_name(place)}", leaf.shape, mesh)
+        whole = PartitionSpec(*[None if axis == "fsdp" else axis for axis in spec])
+        return leaf if whole == spec else _gather(leaf, whole, spec, path == "embedding")
+
+    return jax.tree_util.tree_map_with_path(gather, module)
+
+
+def shared_out(function: Callable[[Array], Array], x: Array) -> Array:
+    """`function(x)`, which treats each `x[i]` by itself, with the first axis spread over all
+    devices."""
+    mesh = _mesh()
+    if mesh is None:
+        return function(x)
+    count = len(x)
+    padding = [(0, -count % math.prod(mesh.shape[axis] for axis in AXES))]
+    rest = (None,) * (x.ndim - 1)
+    x = jnp.pad(x, padding + [(0, 0)] * len(rest))
+    # By way of whole arrays: left to itself, the compiler cuts them in more ways than one.
+    x = constrain(constrain(x, None, *rest), "all", *rest)
+    y = constrain(function(x), "all", *rest)
+    return constrain(y, None, *rest)[:count]
+
+
+def is_spread(axis: str) -> bool:
+    """Whether there are several devices along an axis of the mesh."""
+    mesh = _mesh()
+    return mesh is not None and mesh.shape[axis] > 1
+
+
+def row_parts(rows: int) -> int:
+    """In how many parts the devices share so many rows."""
+    mesh = _mesh()
+    parts = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+    return parts if rows % parts == 0 else 1
+
+
+def targets_nvidia() -> bool:
+    """Whether the devices of the mesh are NVIDIA's GPUs."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device is not None and "NVIDIA" in device.device_kind
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """A place in a pytree, as `stack.blocks.attention.query.weight`."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _mesh() -> Any:
+    """The mesh that is compiled for, if it has several devices for one model."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not set(AXES) <= set(mesh.axis_names):
+        return None
+    return mesh if math.prod(mesh.shape[axis] for axis in AXES) > 1 else None
+
+
+def _spec(axes: Sequence[Any], shape: Sequence[int], mesh: Any) -> PartitionSpec:
+    """`axes`, but None where the devices of an axis do not divide the length, or are one."""
+
+    def fitting(axis, length):
+        if axis is None:
+            return None
+        names = (axis,) if isinstance(axis, str) else axis
+        devices = math.prod(mesh.shape[name] for name in names)
+        return axis if devices > 1 and length % devices == 0 else None
+
+    return PartitionSpec(*map(fitting, axes, shape))
+
+
+def _gather(x: Array, whole: PartitionSpec, cut: PartitionSpec, is_table: bool) -> Array:
+    constraint = jax.lax.with_sharding_constraint
+
+    @jax.custom_vjp
+    def gather(x):
+        return constraint(x, whole)
+
+    def backward(_, grad):
+        # The gradient of a table is a scatter: the compiler divides it by rows of the batch, or
+        # would gather those to divide it by columns of the table.
+        grad = constraint(grad, whole) if is_table else grad
+        return (constraint(grad, cut),)
+
+    gather.defvjp(lambda x: (gather(x), None), backward)
+    return gather(x)

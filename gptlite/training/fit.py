@@ -1,0 +1,237 @@
+"""The training loop: dispatches of steps, one after the other."""
+
+import concurrent.futures
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Float, PyTree
+
+from gptlite.config import TrainingConfig, UserError
+from gptlite.sharding import local
+from gptlite.training.step import StepMetrics, TrainState, TrainSteps
+
+# Between dispatches a stop can be asked for. So where the steps of a line of metrics take longer
+# than this, they are dispatched in parts.
+SECONDS_PER_DISPATCH = 2.0
+# Batches that are read ahead of the steps. More would only delay the start, and fill memory.
+MAX_AHEAD = 64
+
+# `batch(step)`: NumPy arrays, in any pytree.
+BatchOf = Callable[[int], PyTree]
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where training is, besides its arrays."""
+
+    step: int = 0
+    """Steps done."""
+    losses: Sequence[float] = ()
+    """Of the steps since the last line of metrics; those of skipped updates are left out."""
+    skipped: int = 0
+    """Updates that were skipped because they were not finite."""
+    step_seconds: float = 0.0
+    """Spent on steps, without compilation."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """After a dispatch. `state` lives until the next one is asked for, which reuses its memory."""
+
+    state: TrainState
+    position: Position
+    """From here training goes on, with `state`."""
+    train_loss: float | None
+    """Nats a token: the mean over the steps since the last line of metrics, and over seeds; None
+    if all updates were skipped."""
+    grad_norm: float | None
+    """Global norm of the last step's gradient, before clipping; None if it is not finite."""
+    learning_rate: float
+    """That of the last step (with muon: of the matrices)."""
+    steps_per_second: float
+    """Of the last dispatch."""
+    ends_line: bool
+    """Whether a line of metrics ends here: at every `steps_per_dispatch` steps, and where an
+    evaluation is due."""
+    evaluation_due: bool
+    """Whether this step is a multiple of `eval_every`, or the last."""
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self.position.step
+
+    @property
+    def model(self) -> Any:
+        """The model, on one device unless it is spread over several; lives as long as `state`."""
+        return local(self.state.model)
+
+
+class DivergenceError(UserError):
+    """A loss or gradient that is not finite, and where it was."""
+
+    def __init__(self, report: dict[str, Any], batch: PyTree | None):
+        """`report`: `step`, `loss`, `grad_norm`, `learning_rate`. `batch`: the one that is to
+        blame, if it is known."""
+        self.report, self.batch = report, batch
+        what = ", ".join(f"{name} {value:g}" for name, value in report.items() if name != "step")
+        super().__init__(
+            f"Training has diverged at step {report['step']}: {what}. Try a lower "
+            "--optimizer.learning-rate, or --optimizer.clip-norm 1"
+            + (
+                "."
+                if batch is None
+                else "; or, if only a few batches are to blame, --training.on-nonfinite skip."
+            )
+        )
+
+
+def fit(
+    state: TrainState,
+    train_steps: TrainSteps,
+    batch: BatchOf,
+    *,
+    start: Position | None = None,
+    stop_on_nonfinite: bool | None = None,
+) -> Iterator[Progress]:
+    """Train `state` up to `training.steps`; yield after every dispatch of steps.
+
+    The steps are compiled before this returns.
+
+    **Arguments:**
+
+    - `state`: of `train_steps.init`, or restored. Its memory is reused.
+    - `batch(step)`: NumPy arrays, in any pytree, that begin with an axis of `training.batch_size`
+      (of several seeds, with the axes `seeds` and `batch_size`). It is called ahead of the steps,
+      on a thread. A run can be repeated only if it gives the same for the same step.
+    - `start`: where to go on from, with a restored state.
+    - `stop_on_nonfinite`: by default what `training.on_nonfinite` says.
+
+    **Raises:** `UserError` if a batch has not the size, or the shapes, that it should have;
+    `DivergenceError` at a loss or gradient that is not finite.
+    """
+    training = train_steps.training
+    capacity = min(training.steps_per_dispatch, training.steps)
+    read = _Reader(batch, train_steps, capacity)
+    at = Position() if start is None else start
+    stops = training.on_nonfinite == "stop" if stop_on_nonfinite is None else stop_on_nonfinite
+    # No steps: compiles, so that the speeds below are those of steps.
+    state, _ = train_steps(state, read(at.step, 0), 0)
+
+    def loop(state: TrainState, at: Position) -> Iterator[Progress]:
+        losses, per_dispatch = list(at.losses), 1
+        step, skipped, step_seconds = at.step, at.skipped, at.step_seconds
+        while step < training.steps:
+            line_end = _line_end(step, training)
+            count = min(per_dispatch, line_end - step)
+            batches = read(step, count)
+            began = time.perf_counter()
+            state, metrics = train_steps(state, batches, count)
+            metrics = _on_host(metrics, count)
+            took = time.perf_counter() - began
+            per_dispatch = max(1, min(capacity, int(SECONDS_PER_DISPATCH * count / took)))
+            step_seconds += took
+
+            finite = metrics.finite
+            if stops and not finite.all():
+                bad = int(np.argmin(np.atleast_2d(finite).all(axis=0)))
+                report = {
+                    "step": step + bad + 1,
+                    "loss": float(metrics.loss[..., bad].mean()),
+                    "grad_norm": float(metrics.grad_norm[..., bad].mean()),
+                    "learning_rate": train_steps.learning_rate(step + bad),
+                }
+                raise DivergenceError(report, batch(step + bad))
+            losses += metrics.loss[finite].tolist()
+            skipped += int((~finite).sum())
+            step += count
+            ends_line = step == line_end
+            norm = float(metrics.grad_norm[..., -1].mean())
+            yield Progress(
+                state=state,
+                position=Position(step, () if ends_line else tuple(losses), skipped, step_seconds),
+                train_loss=float(np.mean(losses)) if losses else None,
+                grad_norm=norm if math.isfinite(norm) else None,
+                # Only updates count for the schedule.
+                learning_rate=train_steps.learning_rate(max(0, step - skipped - 1)),
+                steps_per_second=count / took,
+                ends_line=ends_line,
+                evaluation_due=step % training.eval_every == 0 or step == training.steps,
+            )
+            if ends_line:
+                losses = []
+
+    return loop(state, at)
+
+
+@dataclass(frozen=True)
+class _Metrics:
+    loss: Float[np.ndarray, "*seeds steps"]
+    grad_norm: Float[np.ndarray, "*seeds steps"]
+    finite: Bool[np.ndarray, "*seeds steps"]
+
+
+def _on_host(metrics: StepMetrics, count: int) -> _Metrics:
+    arrays = (metrics.loss, metrics.grad_norm, metrics.finite)
+    return _Metrics(*(np.asarray(x)[..., :count] for x in arrays))
+
+
+def _line_end(step: int, training: TrainingConfig) -> int:
+    """The step at which the line of metrics ends that the step after `step` belongs to: the same
+    wherever a run was stopped and resumed."""
+    since_evaluation = step % training.eval_every
+    lines = since_evaluation // training.steps_per_dispatch + 1
+    end = step - since_evaluation + min(lines * training.steps_per_dispatch, training.eval_every)
+    return min(end, training.steps)
+
+
+class _Reader:
+    """Batches for dispatches, `read(step, count)`, that a thread has read ahead."""
+
+    def __init__(self, batch: BatchOf, train_steps: TrainSteps, capacity: int):
+        self._batch, self._capacity = batch, capacity
+        self._training, self._depth = train_steps.training, min(2 * capacity, MAX_AHEAD)
+        self._seeds = train_steps.seeds
+        self._thread = concurrent.futures.ThreadPoolExecutor(1)
+        self._asked: dict[int, concurrent.futures.Future[PyTree]] = {}
+        self._shapes: PyTree = None
+
+    def __call__(self, step: int, count: int) -> PyTree:
+        """`count` batches from `step` on, one below the other, with zeros up to the capacity."""
+        end = max(step + 1, min(step + self._depth, self._training.steps))
+        for ahead in range(step, end):
+            if ahead not in self._asked:
+                self._asked[ahead] = self._thread.submit(self._batch, ahead)
+        # One at least, for its shapes.
+        found = [self._asked[i].result() for i in range(step, step + max(count, 1))]
+        for i, read in enumerate(found):
+            self._check(step + i, read)
+        for i in range(step, step + count):
+            del self._asked[i]
+
+        def stack(*leaves):
+            stacked = np.zeros((self._capacity, *np.shape(leaves[0])), np.asarray(leaves[0]).dtype)
+            for i, leaf in enumerate(leaves):
+                stacked[i] = leaf
+            return stacked
+
+        return jax.tree.map(stack, *found)
+
+    def _check(self, step: int, batch: PyTree) -> None:
+        shapes = jax.tree.map(np.shape, batch)
+        wanted = (self._training.batch_size,)
+        if self._seeds is not None:
+            wanted = (self._seeds, *wanted)
+        same = self._shapes is None or shapes == self._shapes
+        sizes = [np.shape(leaf)[: len(wanted)] for leaf in jax.tree.leaves(batch)]
+        if not same or any(size != wanted for size in sizes):
+            raise UserError(
+                f"Batches must begin with an axis of training.batch_size, {wanted[-1]}, and have "
+                f"the same shapes at every step, got {shapes} at step {step}."
+            )
+        self._shapes = shapes

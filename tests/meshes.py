@@ -1,0 +1,147 @@
+"""Losses of the same training on meshes of eight simulated devices, as JSON.
+
+A program of its own, run by test_sharding.py: the number of devices is chosen once a process.
+"""
+
+import dataclasses
+import json
+import re
+import sys
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from conftest import GPT2, TINY, drawn
+
+from gptlite.config import OptimizerConfig, TrainingConfig
+from gptlite.models.gpt import GPT
+from gptlite.models.seq2seq import Seq2Seq, shift_right
+from gptlite.sharding import make_mesh
+from gptlite.training.loss import cross_entropy, window_losses
+from gptlite.training.step import TrainSteps
+
+# data x fsdp x tensor; the first is what the others are compared with.
+MESHES = [(1, 1, 1), (8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 8)]
+VOCAB, ROWS, STEPS = 16, 8, 20
+SMALL = dataclasses.replace(TINY, n_layers=1, n_heads=8, d_model=32, d_ff=32, dropout=0.1)
+# Together, every block that has parameters.
+MODELS = {
+    "default": {},
+    "gpt2": GPT2 | {"attention_dropout": 0.1, "value_residual": True, "stack": "scan"},
+    "relative": {"positions": "relative", "mlp": "swiglu", "n_kv_heads": 4, "block": "sandwich"},
+    "experts": {"mlp": "moe", "norm": "dyt", "block": "parallel", "positions": "alibi"},
+    "translation": {},
+    "translation without dropout": {"dropout": 0.0, "mlp": "moe"},
+}
+
+
+def batch(step: int) -> np.ndarray:
+    shape = (ROWS, SMALL.context_length + 1)
+    return np.random.default_rng(step).integers(VOCAB, size=shape).astype(np.int32)
+
+
+def translation(step: int) -> dict[str, np.ndarray]:
+    """Of all lengths, none among them."""
+    random = np.random.default_rng(step)
+    ids = random.integers(VOCAB, size=(ROWS, SMALL.context_length)).astype(np.int32)
+    real = np.arange(ids.shape[1]) < random.integers(ids.shape[1], size=(ROWS, 1))
+    source = np.where(real | (np.arange(ids.shape[1]) == 0), ids, -1)
+    return {"source": source, "targets": ids, "real": real}
+
+
+def translation_losses(model, batch, *, label_smoothing, key):
+    source, targets = batch["source"], batch["targets"]
+    inputs = shift_right(targets, 0)
+    real = batch["real"]
+    logits = model(
+        jnp.maximum(source, 0), inputs, source_mask=source >= 0, padding_mask=real, key=key
+    )
+    return cross_entropy(logits, targets, label_smoothing)
+
+
+def train(
+    name: str,
+    optimizer: Literal["adamw", "muon"],
+    mesh: tuple[int, int, int],
+    steps: int = STEPS,
+    parts: int = 1,
+) -> list[float]:
+    """The loss of every step. Batches come again after two, so there is something to learn."""
+    config = dataclasses.replace(SMALL, **MODELS[name])
+    if name.startswith("translation"):
+        model = drawn(lambda key: Seq2Seq(config, VOCAB, VOCAB, key=key), 0.7)
+        options: dict[str, Any] = {
+            "losses": translation_losses,
+            "counts": lambda batch: batch["real"],
+        }
+        batches = [translation(step % 2) for step in range(steps)]
+    else:
+        model = drawn(lambda key: GPT(config, VOCAB - 3, padded_vocab_size=VOCAB, key=key), 0.7)
+        batches = [np.minimum(batch(step % 2), VOCAB - 4) for step in range(steps)]
+        options = {"losses": window_losses}
+    rule = OptimizerConfig(
+        name=optimizer, learning_rate=3e-3, adam_learning_rate=3e-3, clip_norm=1.0
+    )
+    training = TrainingConfig(
+        steps=steps, batch_size=ROWS, accumulation=parts, compute_dtype="float32"
+    )
+    data, fsdp, tensor = mesh
+    devices = jax.devices()[: data * fsdp * tensor]
+    found = make_mesh(fsdp=fsdp, tensor=tensor, devices=devices)
+    train_steps = TrainSteps(model, rule, training, found, **options)
+    state = train_steps.init(model)
+    placed = [x.sharding for x in jax.tree.leaves(eqx.filter(state, eqx.is_array))]
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
+    state, metrics = train_steps(state, stacked, steps)
+    after = jax.tree.leaves(eqx.filter(state, eqx.is_array))
+    for sharding, x in zip(placed, after, strict=True):
+        assert x.sharding.is_equivalent_to(sharding, x.ndim), "an array lies elsewhere after a step"
+    return np.asarray(metrics.loss).tolist()
+
+
+def compile_step(mesh: tuple[int, int, int]) -> dict[str, int]:
+    """Of a step of a model whose activations outweigh its parameters: temporary memory a device, in
+    bytes, and how many collectives of each kind there are."""
+    config = dataclasses.replace(
+        TINY, n_layers=2, n_heads=4, d_model=64, context_length=64, embed_previous=0
+    )
+    model = drawn(lambda key: GPT(config, 64, key=key))
+    rule = OptimizerConfig(name="adamw")
+    training = TrainingConfig(steps=1, batch_size=64, compute_dtype="float32")
+    _, fsdp, tensor = mesh
+    train_steps = TrainSteps(model, rule, training, make_mesh(fsdp=fsdp, tensor=tensor))
+    windows = np.zeros((1, 64, 65), np.int32)
+    compiled = train_steps.compiled(train_steps.init(model), windows)
+    program: Any = compiled.as_text()
+    memory: Any = compiled.memory_analysis()
+    names = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+    counts = {name: len(re.findall(rf" {name}(?:-start)?\(", program)) for name in names}
+    return counts | {"temporary": memory.temp_size_in_bytes}
+
+
+def main() -> None:
+    assert jax.device_count() == 8
+    found: dict[str, list[float]] = {}
+    cases: list[tuple[str, Literal["adamw", "muon"], int]] = [
+        ("default", "adamw", 100),
+        ("default", "muon", STEPS),
+        ("gpt2", "adamw", STEPS),
+        ("relative", "adamw", STEPS),
+        ("experts", "adamw", STEPS),
+        ("translation", "adamw", STEPS),
+    ]
+    for name, optimizer, steps in cases:
+        more = [(2, 1, 1), (4, 1, 1)] if steps == 100 else []
+        for mesh in MESHES + more:
+            found[f"{name} {optimizer} {mesh}"] = train(name, optimizer, mesh, steps)
+    for parts, mesh in ((1, (1, 1, 1)), (2, (2, 2, 1)), (4, (2, 1, 1)), (8, (1, 1, 1))):
+        losses = train("translation without dropout", "adamw", mesh, parts=parts)
+        found[f"parts {parts}"] = losses
+    compiled = {str(mesh): compile_step(mesh) for mesh in MESHES[1:4]}
+    json.dump({"losses": found, "compiled": compiled}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
