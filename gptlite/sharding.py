@@ -121,7 +121,7 @@ def place_seeds(tree: T, mesh: Mesh) -> T:
 def place_batches(tree: T, mesh: Mesh) -> T:
     """Batches `[steps, batch, ...]` with their rows spread over `mesh`; of a `seeds_mesh`,
     `[steps, seeds, batch, ...]`."""
-    rows = SEEDS if SEEDS in mesh.axis_names else SPREAD["batch"]
+    rows = SEEDS if SEEDS in mesh.shape else SPREAD["batch"]
     return jax.device_put(tree, NamedSharding(mesh, PartitionSpec(None, rows)))
 
 
@@ -231,7 +231,7 @@ def path_name(path: tuple[Any, ...]) -> str:
 def _mesh() -> Any:
     """The mesh that is compiled for, if it has several devices for one model."""
     mesh = jax.sharding.get_abstract_mesh()
-    if not set(AXES) <= set(mesh.axis_names):
+    if not set(AXES) <= set(mesh.shape):
         return None
     return mesh if math.prod(mesh.shape[axis] for axis in AXES) > 1 else None
 

@@ -41,7 +41,7 @@ class Evaluation:
         batches = -(-len(windows) // rows)
         padding = np.full((batches * rows - len(windows), context_length + 1), -1, np.int32)
         shaped = np.concatenate([windows, padding]).reshape(batches, rows, context_length + 1)
-        self._mesh, self._by_seed = mesh, SEEDS in mesh.axis_names
+        self._mesh, self._by_seed = mesh, SEEDS in mesh.shape
         put = replicate if self._by_seed else place_batches
         self._batches: Any = put(shaped, mesh)
 
@@ -86,4 +86,4 @@ def _summed_loss(
 
         return jnp.sum(lax.map(batch_loss, batches))
 
-    return jax.vmap(summed, spmd_axis_name=SEEDS)(arrays) if by_seed else summed(arrays)
+    return jax.vmap(summed)(arrays) if by_seed else summed(arrays)

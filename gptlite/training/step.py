@@ -14,7 +14,6 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, Shaped
 
 from gptlite.config import OptimizerConfig, TrainingConfig
 from gptlite.sharding import (
-    SEEDS,
     check_rows,
     constrain,
     keep_placed,
@@ -104,7 +103,7 @@ class TrainSteps:
                 return eqx.filter(state, eqx.is_array), metrics
 
             if not alone:
-                steps = jax.vmap(steps, in_axes=(0, 1, None, 0), spmd_axis_name=SEEDS)
+                steps = jax.vmap(steps, in_axes=(0, 1, None, 0))
             arrays, metrics = steps(arrays, *data)
             return eqx.combine(arrays, static), metrics
 
