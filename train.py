@@ -34,7 +34,7 @@ def train(arguments: TrainArguments) -> None:
     from gptlite.runs.report import Display, plot_losses
     from gptlite.runs.stop import Stop
     from gptlite.runtime import set_up_jax
-    from gptlite.sharding import make_mesh
+    from gptlite.sharding import keep_placed, make_mesh, skeleton
     from gptlite.text.batches import Batches
     from gptlite.text.corpus import load_corpus
     from gptlite.text.tokenizer import decode, make_tokenizer
@@ -85,25 +85,30 @@ def train(arguments: TrainArguments) -> None:
             return GPT(config.model, tokenizer.vocab_size, padded_vocab_size=rows, key=key)
 
         if arguments.summary:
-            skeleton = eqx.filter_eval_shape(make_model, model_key)
-            print(summary(skeleton, batch_size=training.batch_size // training.accumulation))
+            shapes = eqx.filter_eval_shape(make_model, model_key)
+            print(summary(shapes, batch_size=training.batch_size // training.accumulation))
             return
         # Run once: at the lowest level it is compiled in half the time.
         once = {"xla_backend_optimization_level": 0}
         # (Equinox's annotations leave out what it hands on to jax.jit.)
-        draw = eqx.filter_jit(make_model, compiler_options=once)  # pyright: ignore[reportCallIssue]
-        model = draw(model_key)
+        draw = eqx.filter_jit(  # pyright: ignore[reportCallIssue]
+            lambda key: keep_placed(make_model(key)), compiler_options=once
+        )
+        mesh = make_mesh(fsdp=mesh_config.fsdp, tensor=tensor)
+        with jax.set_mesh(mesh):
+            model = draw(model_key)
         parameters = count_parameters(model)
 
         # The update and the evaluation, on all devices.
-        mesh = make_mesh(fsdp=mesh_config.fsdp, tensor=tensor)
         context = config.model.context_length
         batches = Batches(split.train, training.batch_size, context, training.seed)
         evaluate = Evaluation(split.validation, context, mesh)
         train_steps = TrainSteps(model, config.optimizer, training, mesh)
         state, start_at, checkpoint = train_steps.init(model), None, None
+        del model  # `state` has a copy
         if resuming:
-            checkpoint = run.find_checkpoint(state, training.steps, corpus.sha256)
+            state = skeleton(state)
+            checkpoint = run.find_checkpoint(state, config, corpus.sha256)
             state, start_at = checkpoint.state, checkpoint.record.position
         print(
             f"{parameters:,} parameters on {mesh.size} {mesh.devices.flat[0].platform} device(s); "
@@ -121,7 +126,7 @@ def train(arguments: TrainArguments) -> None:
             run.create(config, tokenizer, corpus.sha256, overwrite=arguments.overwrite)
         else:
             run.resume(checkpoint, config)
-        del model, state, checkpoint  # what only they hold would fill memory
+        del state, checkpoint  # what only they hold would fill memory
         stop = Stop()
         with stop, run.being_trained(tokenizer), Display(training.steps, run.steps_done) as display:
             for progress in fitting:

@@ -229,6 +229,8 @@ def parse_compare(argv: Sequence[str]) -> tuple[CompareArguments, dict[str, Conf
     arguments = _parse(CompareArguments, argv, CompareArguments(base, config=PRESETS[base][1]))
     if arguments.config.training.seed != PRESETS[base][1].training.seed:
         raise UserError("The seeds of a comparison are 0, 1, 2, ...: --seeds says how many.")
+    if arguments.config.mesh != PRESETS[base][1].mesh:
+        raise UserError("A comparison trains each seed on one device: leave --mesh out.")
     variants = {f"base ({arguments.base})": arguments.config}
     for vary in arguments.vary:
         field_name, equals, values = vary.partition("=")

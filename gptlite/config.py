@@ -380,7 +380,7 @@ class TrainingConfig:
     is killed loses what it did since the last one."""
 
     keep: int = 2
-    """How many checkpoints to keep: so many of the last ones, and the best."""
+    """How many checkpoints to keep: so many of the last ones, and of the best ones."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What to do when a loss or a gradient is not a finite number. stop: end the run, and save the

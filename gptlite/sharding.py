@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -100,7 +99,7 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
     what is no array. `tree` may be shapes."""
 
     def of(path, leaf):
-        if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray):
+        if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
             return None
         return NamedSharding(mesh, parameter_spec(path_name(path), leaf.shape, mesh))
 
@@ -131,14 +130,21 @@ def replicate(tree: T, mesh: Mesh) -> T:
 
 
 def local(tree: T) -> T:
-    """`tree`, with each array that every device holds whole as the first device's copy. An array
-    that is spread stays so."""
+    """`tree` on the first device, if every device holds all of it; else as it is."""
+    arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+    if not all(x.is_fully_replicated for x in arrays):
+        return tree
+    return jax.tree.map(lambda x: x.addressable_data(0) if isinstance(x, jax.Array) else x, tree)
 
-    def one(x):
-        whole = isinstance(x, jax.Array) and x.is_fully_replicated
-        return x.addressable_data(0) if whole else x
 
-    return jax.tree.map(one, tree)
+def skeleton(tree: T) -> T:
+    """`tree` with the shapes, dtypes and places of its arrays in place of them."""
+
+    def shape(x):
+        is_array = isinstance(x, jax.Array)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) if is_array else x
+
+    return jax.tree.map(shape, tree)
 
 
 # What follows is for code that is being compiled for the devices of the mesh that `jax.set_mesh`

@@ -31,9 +31,15 @@ MODELS = {
     "default": {},
     "gpt2": GPT2 | {"attention_dropout": 0.1, "value_residual": True, "stack": "scan"},
     "relative": {"positions": "relative", "mlp": "swiglu", "n_kv_heads": 4, "block": "sandwich"},
-    "experts": {"mlp": "moe", "norm": "dyt", "block": "parallel", "positions": "alibi"},
+    "experts": {
+        "mlp": "moe",
+        "balance_loss": 1.0,
+        "norm": "dyt",
+        "block": "parallel",
+        "positions": "alibi",
+    },
     "translation": {},
-    "translation without dropout": {"dropout": 0.0, "mlp": "moe"},
+    "translation without dropout": {"dropout": 0.0, "mlp": "moe", "balance_loss": 1.0},
 }
 
 

@@ -142,7 +142,7 @@ def run(file, tmp_path) -> Path:
     save_config(config, path / "config.json")
     (path / "own" / file).write_text(SOURCE)
     write_json(path / "tokenizer.json", tokenizer.to_json())
-    (path / "best.safetensors").write_bytes(weights_to_bytes(named_arrays(model)))
+    (path / "best.safetensors").write_bytes(weights_to_bytes(named_arrays(model), 1))
     sys.modules.pop(file.removesuffix(".py"))
     Path("executed").unlink()
     return path

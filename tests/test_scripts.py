@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,28 @@ def test_a_batch_of_one_window_trains_on_one_device(tmp_path, monkeypatch):
     done = command("train.py", "--data.corpus", "rhyme.txt", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "on 1 cpu device(s)" in done.stdout
+
+
+def test_parameters_are_spread_over_devices_and_a_run_goes_on_with_another_mesh(place):
+    words = ["--data.corpus", "rhyme.txt", "--run", "spread", "--mesh.fsdp", "2"]
+    done = command("train.py", "quick", *words, *TINY, cwd=place)
+    assert done.returncode == 0, done.stderr
+    assert "Involuntary" not in done.stderr
+    losses = [
+        json.loads(line)["train_loss"]
+        for run in ("one", "spread")
+        for line in (place / "runs" / run / "metrics.jsonl").read_text().splitlines()
+    ]
+    # In bfloat16, and sums in another order: 8 bits a number.
+    assert losses[:3] == pytest.approx(losses[3:], rel=0.01)
+    words = ["--resume", "spread", "--training.steps", "40", "--mesh.fsdp", "1", "--mesh.tensor"]
+    done = command("train.py", *words, "2", cwd=place)
+    assert done.returncode == 0, done.stderr
+    assert "(fsdp 2, tensor 1) and goes on with 2 x cpu (fsdp 1, tensor 2)" in done.stdout
+    done = command("train.py", *words, "3", cwd=place)
+    assert done.returncode == 2
+    assert "must divide the number of devices" in done.stderr
+    shutil.rmtree(place / "runs" / "spread")  # the newest run is the other one
 
 
 def test_training_leaves_all_that_it_should(place):

@@ -112,6 +112,9 @@ def test_weights_of_a_spread_model_are_whole():
     assert not spread.embedding.weight.is_fully_replicated
     for name, array in named_arrays(model).items():
         np.testing.assert_array_equal(named_arrays(local(spread))[name], array)
+    ids = jnp.zeros((2, 3), jnp.int32)
+    # On all of its devices, though all of them hold its vectors.
+    np.testing.assert_allclose(jax.jit(local(spread))(ids), model(ids), rtol=1e-4, atol=1e-4)
     everywhere = local(place(model, make_mesh()))
     assert len(everywhere.embedding.weight.devices()) == 1
 

@@ -100,8 +100,9 @@ class MultiHead(eqx.Module):
         there is a norm."""
         *batch, seq, d = projected.shape
         x = projected.reshape(math.prod(batch), seq, d // self.d_head, self.d_head)
-        x = constrain(jnp.swapaxes(x, 1, 2), "batch", "heads", None, None)
-        return self.qk_norm(x) if normalised and self.qk_norm is not None else x
+        if normalised and self.qk_norm is not None:
+            x = self.qk_norm(x)  # before the axes are swapped, where it is faster on a CPU
+        return constrain(jnp.swapaxes(x, 1, 2), "batch", "heads", None, None)
 
     def _join(
         self,

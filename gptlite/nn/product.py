@@ -1,6 +1,5 @@
 """The matrix product that linear layers and attention share, with a backward pass of its own."""
 
-import math
 from collections.abc import Callable
 
 import jax
@@ -9,9 +8,10 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from gptlite.nn.precision import wide_dtype
-from gptlite.sharding import is_spread, row_parts
+from gptlite.sharding import row_parts
 
 
+@jax.custom_vjp
 def product(
     a: Float[Array, "*batch m k"], b: Float[Array, "*batch n k"]
 ) -> Float[Array, "*batch m n"]:
@@ -22,20 +22,6 @@ def product(
     The order in memory of the factors decides the speed on a CPU, so programs that are compiled for
     a CPU multiply differently: see `_row_major` and `_weight_grad_on_cpu`.
     """
-    batch = a.shape[:-2]
-    # With two leading axes, XLA's CPU compiler copies a cache that the product only reads. But
-    # axes that are spread over different devices must stay apart.
-    if len(batch) > 1 and not is_spread("tensor"):
-        fold = (math.prod(batch),)
-        a, b = (x.reshape(*fold, *x.shape[-2:]) for x in (a, b))
-    out = _product(a, b)
-    return out.reshape(*batch, *out.shape[-2:])
-
-
-@jax.custom_vjp
-def _product(
-    a: Float[Array, "*batch m k"], b: Float[Array, "*batch n k"]
-) -> Float[Array, "*batch m n"]:
     return _by_platform(_multiply_turned, _multiply_turned_on_cpu, a, b)
 
 
@@ -119,4 +105,4 @@ def _backward(factors, grad):
     return grad_a.astype(a.dtype), grad_b.astype(b.dtype)
 
 
-_product.defvjp(_forward, _backward)
+product.defvjp(_forward, _backward)

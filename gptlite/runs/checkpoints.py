@@ -122,7 +122,8 @@ class Checkpoints:
         metrics = None if val_loss is None else {"val_loss": val_loss}
         self.wait()
         with _as_user_error(path, "written"):
-            self._manager.save(step, args=items, metrics=metrics)
+            if not self._manager.save(step, args=items, metrics=metrics):
+                raise ValueError(f"there is one of step {self._manager.latest_step()}")
 
     def restore(self, step: int, skeleton: TrainState) -> tuple[TrainState, Record]:
         """The state and the record of `step`. Arrays are spread as those of `skeleton` are.
@@ -144,7 +145,7 @@ class Checkpoints:
             ),
             record=ocp.args.JsonRestore(),
         )
-        self.check_metrics(step)
+        val_loss = self.val_loss(step)
         with _as_user_error(path, "read"):
             found = self._manager.restore(step, args=items)
             fields: dict[str, Any] = dict(found["record"])
@@ -153,17 +154,20 @@ class Checkpoints:
             if digest != _digest({name: np.asarray(x) for name, x in arrays.items()}, fields):
                 raise UserError(f"The checkpoint {path} is damaged: its digest does not match.")
             record = Record(position=Position(**fields.pop("position")), **fields)
-        if record.position.step != step:
-            raise UserError(f"The checkpoint {path} is one of step {record.position.step}.")
+        evaluated = record.last.get("val_loss") if record.last.get("step") == step else None
+        if record.position.step != step or evaluated != val_loss:
+            raise UserError(f"The checkpoint {path} is damaged: its parts are of different steps.")
         return fill(skeleton, arrays, f"The arrays of {path}"), record
 
-    def check_metrics(self, step: int) -> None:
-        """**Raises:** `UserError` if the metrics of `step` are damaged: Orbax reads those of all
-        checkpoints before it writes one."""
-        path = self._folder / str(step) / "metrics" / "metrics"
+    def val_loss(self, step: int) -> float | None:
+        """That in the metrics of `step`; None if there are none.
+
+        **Raises:** `UserError` if they are damaged. (Orbax reads those of all checkpoints before it
+        writes one.)"""
+        path = self._folder / str(step)
         with _as_user_error(path, "read"):
-            if path.exists():
-                float(read_json(path)["val_loss"])
+            file = path / "metrics" / "metrics"
+            return float(read_json(file)["val_loss"]) if file.exists() else None
 
     def wait(self) -> None:
         """Until what has been started is written.

@@ -34,7 +34,7 @@ from gptlite.files import sync, write_atomically, write_json
 from gptlite.own import OWN_FOLDER, changed_sources, own_options, own_sources
 from gptlite.runs.checkpoints import Checkpoints, Record, list_steps
 from gptlite.runs.find import check_free
-from gptlite.runs.weights import named_arrays, weights_to_bytes
+from gptlite.runs.weights import named_arrays, weights_step, weights_to_bytes
 from gptlite.text.tokenizer import Tokenizer, decode
 from gptlite.training.fit import DivergenceError, Progress
 from gptlite.training.step import TrainState
@@ -46,8 +46,10 @@ class Checkpoint:
 
     state: TrainState
     record: Record
+    best: dict[str, Any] | None
+    """`step` and `val_loss` of the best evaluation of which there are weights."""
     best_weights: dict[str, np.ndarray] | None
-    """Those of the best evaluation so far."""
+    """Those weights; None if they are in the folder already."""
     damaged: Sequence[int]
     """Steps of checkpoints that cannot be used."""
 
@@ -73,7 +75,7 @@ class RunFolder:
         self._checkpoints: Checkpoints | None = None
         self._config = Config()
         self._corpus_sha256 = ""
-        self._weights: dict[str, dict[str, np.ndarray]] = {}
+        self._weights: dict[str, tuple[dict[str, np.ndarray], int]] = {}
         self._saved: int | None = None
         self._saved_at = self._began_at = time.monotonic()
 
@@ -150,15 +152,16 @@ class RunFolder:
                 f"There is no checkpoint in {self.path} yet. Begin the run again, with --overwrite."
             )
 
-    def find_checkpoint(self, skeleton: TrainState, steps: int, corpus_sha256: str) -> Checkpoint:
+    def find_checkpoint(
+        self, skeleton: TrainState, config: Config, corpus_sha256: str
+    ) -> Checkpoint:
         """The newest checkpoint that is undamaged; changes nothing. Its arrays are spread as those
         of `skeleton` are.
 
         **Raises:** `UserError` if there is none, the run was trained on another corpus, or nothing
-        is left to do of the run's `steps`.
+        is left to do of the steps in `config`.
         """
-        folder = self.path / "checkpoints"
-        checkpoints = Checkpoints(folder)
+        checkpoints, steps = Checkpoints(self.path / "checkpoints"), config.training.steps
         state, record = self._newest(checkpoints, skeleton)
         step = record.position.step
         if corpus_sha256 != record.corpus_sha256:
@@ -175,28 +178,32 @@ class RunFolder:
                 f"The run {self.path} has done {step} steps; to extend it, give "
                 f"--training.steps above that, got {steps}."
             )
-        if record.devices != _devices():
+        if record.devices != _devices(config):
             self._say(
-                f"This run was on {record.devices} and goes on with {_devices()}: sums are added "
-                "up in another order from here."
+                f"This run was on {record.devices} and goes on with {_devices(config)}: sums are "
+                "added up in another order from here."
             )
-        best_weights = None
-        if record.best is not None:
+        damaged = {other for other in checkpoints.steps if other > step}
+        for other in checkpoints.steps:
             try:
-                best = record.best["step"]
-                of_best = state if best == step else checkpoints.restore(best, skeleton)[0]
-                best_weights = named_arrays(of_best.model)
-            except UserError as error:
-                self._say(f"{error} The best weights so far are lost.")
-        damaged = [step for step in checkpoints.steps if step > record.position.step]
-        for step in checkpoints.steps:
-            try:
-                checkpoints.check_metrics(step)
+                checkpoints.val_loss(other)
             except UserError as error:
                 self._say(str(error))
-                damaged.append(step)
+                damaged.add(other)
+        best, best_weights = record.best, None
+        if best is not None:
+            at = best["step"]
+            try:
+                of_best = state if at == step else checkpoints.restore(at, skeleton)[0]
+                best_weights = named_arrays(of_best.model)
+            except UserError as error:
+                self._say(str(error))
+                damaged |= {at} & set(checkpoints.steps)
+                if weights_step(self.path / "best.safetensors") != at:
+                    self._say("The best weights so far are lost.")
+                    best = None
         checkpoints.close()
-        return Checkpoint(state, record, best_weights, damaged)
+        return Checkpoint(state, record, best, best_weights, sorted(damaged))
 
     def _newest(self, checkpoints: Checkpoints, skeleton: TrainState) -> tuple[TrainState, Record]:
         for step in checkpoints.steps:
@@ -213,7 +220,7 @@ class RunFolder:
         for changed in changed_sources(self.path / OWN_FOLDER, config.model):
             self._say(f"{changed} is not as it was when the run began.")
         with self._writing():
-            for damaged in set(checkpoint.damaged):
+            for damaged in checkpoint.damaged:
                 self._set_aside(folder / str(damaged))
             for left in (*self.path.glob(".*.part"), self.path / "result.json"):
                 left.unlink(missing_ok=True)
@@ -221,10 +228,12 @@ class RunFolder:
             if plain(load_config(self.path / "config.json")) != plain(config):
                 save_config(config, self.path / "config.json")
             if checkpoint.best_weights is not None:
-                path, best = self.path / "best.safetensors", weights_to_bytes(checkpoint.best_weights)
+                assert checkpoint.best is not None
+                best = weights_to_bytes(checkpoint.best_weights, checkpoint.best["step"])
+                path = self.path / "best.safetensors"
                 if not path.is_file() or path.read_bytes() != best:
                     write_atomically(path, best)
-        self.best = record.best if checkpoint.best_weights is not None else None
+        self.best = checkpoint.best
         self.last, self._saved = record.last, step
         self._begin(config, record.corpus_sha256, seconds=record.seconds)
 
@@ -265,7 +274,8 @@ class RunFolder:
         }
         if val_loss is not None:
             self.last["val_loss"] = val_loss
-            if self.best is None or val_loss < self.best["val_loss"]:
+            # Of equals the latest, as Orbax takes it.
+            if self.best is None or val_loss <= self.best["val_loss"]:
                 self.best = {"step": progress.step, "val_loss": val_loss}
         if training.on_nonfinite == "skip":
             self.last["skipped"] = progress.position.skipped
@@ -284,7 +294,7 @@ class RunFolder:
             best=self.best,
             last=self.last,
             corpus_sha256=self._corpus_sha256,
-            devices=_devices(),
+            devices=_devices(self._config),
         )
         if self._checkpoints is None:
             folder, keep = self.path / "checkpoints", self._config.training.keep
@@ -292,7 +302,7 @@ class RunFolder:
         self._checkpoints.wait()
         is_best = self.best is not None and self.best["step"] == step
         weights = named_arrays(progress.state.model)
-        self._weights = dict.fromkeys(("last", "best") if is_best else ("last",), weights)
+        self._weights = dict.fromkeys(("last", "best") if is_best else ("last",), (weights, step))
         with self._writing():
             if (self.path / "metrics.jsonl").exists():
                 sync(self.path / "metrics.jsonl")  # which the checkpoint relies on
@@ -303,8 +313,8 @@ class RunFolder:
         self._saved, self._saved_at = step, time.monotonic()
 
     def _save_weights(self) -> None:
-        for name, weights in self._weights.items():
-            write_atomically(self.path / f"{name}.safetensors", weights_to_bytes(weights))
+        for name, (weights, step) in self._weights.items():
+            write_atomically(self.path / f"{name}.safetensors", weights_to_bytes(weights, step))
         self._weights = {}
 
     @property
@@ -392,5 +402,7 @@ def _step_of(line: bytes) -> int:
     return step if isinstance(step, int) and line.endswith(b"\n") else 0
 
 
-def _devices() -> str:
-    return f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+def _devices(config: Config) -> str:
+    mesh = config.mesh
+    cut = f" (fsdp {mesh.fsdp}, tensor {mesh.tensor})" if mesh.fsdp * mesh.tensor > 1 else ""
+    return f"{jax.device_count()} x {jax.devices()[0].device_kind}{cut}"

@@ -24,7 +24,7 @@ def named_leaves(tree: PyTree) -> dict[str, Any]:
     return {
         path_name(path): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        if isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+        if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
     }
 
 
@@ -66,9 +66,18 @@ def check_shapes(skeleton: PyTree, arrays: dict[str, Any], source: str) -> None:
         raise UserError(f"{source} hold {min(extra)}, which the config has no room for.")
 
 
-def weights_to_bytes(weights: dict[str, np.ndarray]) -> bytes:
-    """A model's `named_arrays` in the safetensors format."""
-    return safetensors.numpy.save(weights)
+def weights_to_bytes(weights: dict[str, np.ndarray], step: int) -> bytes:
+    """A model's `named_arrays` after `step` steps, in the safetensors format."""
+    return safetensors.numpy.save(weights, {"step": str(step)})
+
+
+def weights_step(path: Path) -> int | None:
+    """The step that the weights in `path` are from; None if there are none that can be read."""
+    try:
+        with safetensors.safe_open(path, "numpy") as file:
+            return int((file.metadata() or {})["step"])
+    except (OSError, SafetensorError, KeyError, ValueError):
+        return None
 
 
 def load_weights(path: Path, skeleton: GPT) -> GPT:

@@ -41,16 +41,13 @@ class Batches:
         """The same for every offset below `context_length`."""
         return (len(self.tokens) - self.context_length) // self.context_length
 
-    def starts(self, step: int) -> Int[np.ndarray, " batch"]:
-        """Where in `tokens` the windows of the batch of `step` begin, counted from 0."""
+    def __call__(self, step: int) -> Windows:
+        """The batch of `step`, counted from 0: `[batch_size, context_length + 1]`."""
         windows = range(step * self.batch_size, (step + 1) * self.batch_size)
-        return np.array(
+        starts = np.array(
             [self._start(*divmod(window, self.windows_per_epoch)) for window in windows]
         )
-
-    def __call__(self, step: int) -> Windows:
-        """The batch of `step`: `[batch_size, context_length + 1]`."""
-        places = self.starts(step)[:, None] + np.arange(self.context_length + 1)
+        places = starts[:, None] + np.arange(self.context_length + 1)
         return self.tokens[places].astype(np.int32)
 
     def _start(self, epoch: int, index: int) -> int:

@@ -16,7 +16,7 @@ from gptlite.files import read_json, sha256_of, write_json
 from gptlite.text.corpus import DATA_FOLDER, Corpus, progress_bar
 from gptlite.text.tokenizer import Ids, Tokenizer
 
-# Characters up to which a corpus is kept in memory (and on the device): at most 64 MB of ids.
+# Characters up to which a corpus is kept in memory: at most 64 MB of ids.
 IN_MEMORY = 2**24
 
 
@@ -30,8 +30,6 @@ class Split:
     """To validate on."""
     validation_bytes: int
     """UTF-8 bytes of `validation` without its first token, which nothing predicts."""
-    largest: int
-    """The largest id."""
 
 
 def split_corpus(
@@ -56,8 +54,7 @@ def split_corpus(
             np.concatenate([np.zeros(0, np.int32), *part])
             for part in _encoded(corpus, tokenizer, validation_tokens)
         )
-        largest = int(max(train.max(initial=0), validation.max(initial=0)))
-        return Split(train, validation, _bytes_of(validation, tokenizer), largest)
+        return Split(train, validation, _bytes_of(validation, tokenizer))
     spec = [corpus.sha256, tokenizer.to_json(), validation_tokens]
     key = hashlib.sha256(json.dumps(spec).encode("ascii")).hexdigest()[:32]
     path, meta = folder / f"{key}.ids", folder / f"{key}.json"
@@ -143,42 +140,45 @@ def _first(count: int, parts: Iterator[Ids]) -> Iterator[Ids]:
 def _write(
     path: Path, meta: Path, corpus: Corpus, tokenizer: Tokenizer, validation_tokens: int
 ) -> None:
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
-    part = path.with_suffix(".part")
-    counts, largest, checksum = [], 0, hashlib.sha256()
+    dtype, part, counts = _dtype(tokenizer), path.with_suffix(".part"), []
     try:
         with part.open("wb") as file:
             for ids_of_part in _encoded(corpus, tokenizer, validation_tokens):
                 count = 0
                 for ids in ids_of_part:
-                    content = ids.astype(dtype).tobytes()
-                    checksum.update(content)
-                    file.write(content)
+                    file.write(ids.astype(dtype).tobytes())
                     count += len(ids)
-                    largest = max(largest, int(ids.max(initial=0)))
                 counts.append(count)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
-    record = {"counts": counts, "dtype": dtype.name, "largest": largest}
-    write_json(meta, {"ids_sha256": checksum.hexdigest(), **record})
+    write_json(meta, {"counts": counts, "checksum": _checksum(path, counts)})
 
 
 def _mapped(path: Path, meta: Path, tokenizer: Tokenizer) -> Split | None:
     """What `_write` wrote; None if it is not there, or not as it was."""
     try:
         record = read_json(meta)
-        train, validation = record["counts"]
-        if sha256_of(path) != record["ids_sha256"]:
+        if _checksum(path, record["counts"]) != record["checksum"]:
             return None
-        ids = np.memmap(path, record["dtype"], mode="r", shape=(train + validation,))
-    except (OSError, ValueError, KeyError):
+        train, validation = record["counts"]
+        ids = np.memmap(path, _dtype(tokenizer), mode="r", shape=(train + validation,))
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    # Windows are read here and there: to read ahead would be in vain.
+    # Random access: disable read-ahead.
     if hasattr(mmap, "MADV_RANDOM"):
         ids._mmap.madvise(mmap.MADV_RANDOM)  # pyright: ignore[reportAttributeAccessIssue]
     held_out = np.array(ids[train:])
-    return Split(ids[:train], held_out, _bytes_of(held_out, tokenizer), record["largest"])
+    return Split(ids[:train], held_out, _bytes_of(held_out, tokenizer))
+
+
+def _dtype(tokenizer: Tokenizer) -> np.dtype:
+    return np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+
+
+def _checksum(path: Path, counts: list[int]) -> str:
+    """Of the ids in `path`, and how many are in each part."""
+    return hashlib.sha256(f"{sha256_of(path)} {counts}".encode()).hexdigest()
 
 
 def _bytes_of(validation: Ids, tokenizer: Tokenizer) -> int:

@@ -37,7 +37,8 @@ class Evaluation:
         """
         windows, self._targets = split_windows(tokens, context_length)
         rows = min(len(windows), max(1, TOKENS_PER_BATCH // context_length))
-        rows = -(-rows // mesh.size) * mesh.size
+        devices = 1 if SEEDS in mesh.shape else mesh.shape["data"] * mesh.shape["fsdp"]
+        rows = -(-rows // devices) * devices
         batches = -(-len(windows) // rows)
         padding = np.full((batches * rows - len(windows), context_length + 1), -1, np.int32)
         shaped = np.concatenate([windows, padding]).reshape(batches, rows, context_length + 1)

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import math
+import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -112,18 +113,29 @@ def fit(
     - `start`: where to go on from, with a restored state.
     - `stop_on_nonfinite`: by default what `training.on_nonfinite` says.
 
-    **Raises:** `UserError` if a batch has not the size, or the shapes, that it should have;
-    `DivergenceError` at a loss or gradient that is not finite.
+    **Raises:** `UserError` if a batch has not the size, the shapes, the dtypes or the vocabulary
+    that it should have, or `state` is not of the step `start`; `DivergenceError` at a loss or
+    gradient that is not finite.
     """
     training = train_steps.training
-    capacity = min(training.steps_per_dispatch, training.steps)
+    capacity = min(training.steps_per_dispatch, training.eval_every, training.steps)
     read = _Reader(batch, train_steps, capacity)
     at = Position() if start is None else start
+    if np.any(np.asarray(state.step) != at.step):
+        raise UserError(
+            f"The state is of step {state.step}, and training is to go on at {at.step}."
+        )
     stops = training.on_nonfinite == "stop" if stop_on_nonfinite is None else stop_on_nonfinite
     # No steps: compiles, so that the speeds below are those of steps.
     state, _ = train_steps(state, read(at.step, 0), 0)
 
     def loop(state: TrainState, at: Position) -> Iterator[Progress]:
+        try:
+            yield from dispatches(state, at)
+        finally:
+            read.close()
+
+    def dispatches(state: TrainState, at: Position) -> Iterator[Progress]:
         losses, per_dispatch = list(at.losses), 1
         step, skipped, step_seconds = at.step, at.skipped, at.step_seconds
         while step < training.steps:
@@ -144,9 +156,9 @@ def fit(
                     "step": step + bad + 1,
                     "loss": float(metrics.loss[..., bad].mean()),
                     "grad_norm": float(metrics.grad_norm[..., bad].mean()),
-                    "learning_rate": train_steps.learning_rate(step + bad),
+                    "learning_rate": train_steps.learning_rate(step + bad - skipped),
                 }
-                raise DivergenceError(report, batch(step + bad))
+                raise DivergenceError(report, jax.tree.map(operator.itemgetter(bad), batches))
             losses += metrics.loss[finite].tolist()
             skipped += int((~finite).sum())
             step += count
@@ -194,16 +206,16 @@ class _Reader:
     """Batches for dispatches, `read(step, count)`, that a thread has read ahead."""
 
     def __init__(self, batch: BatchOf, train_steps: TrainSteps, capacity: int):
-        self._batch, self._capacity = batch, capacity
-        self._training, self._depth = train_steps.training, min(2 * capacity, MAX_AHEAD)
-        self._seeds = train_steps.seeds
+        self._batch, self._train_steps, self._capacity = batch, train_steps, capacity
+        self._depth = min(2 * capacity, MAX_AHEAD)
         self._thread = concurrent.futures.ThreadPoolExecutor(1)
         self._asked: dict[int, concurrent.futures.Future[PyTree]] = {}
-        self._shapes: PyTree = None
+        self._kind: PyTree = None
 
     def __call__(self, step: int, count: int) -> PyTree:
         """`count` batches from `step` on, one below the other, with zeros up to the capacity."""
-        end = max(step + 1, min(step + self._depth, self._training.steps))
+        steps = self._train_steps.training.steps
+        end = max(step + max(count, 1), min(step + self._depth, steps))
         for ahead in range(step, end):
             if ahead not in self._asked:
                 self._asked[ahead] = self._thread.submit(self._batch, ahead)
@@ -222,16 +234,26 @@ class _Reader:
 
         return jax.tree.map(stack, *found)
 
+    def close(self) -> None:
+        """Read no more."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
     def _check(self, step: int, batch: PyTree) -> None:
-        shapes = jax.tree.map(np.shape, batch)
-        wanted = (self._training.batch_size,)
-        if self._seeds is not None:
-            wanted = (self._seeds, *wanted)
-        same = self._shapes is None or shapes == self._shapes
-        sizes = [np.shape(leaf)[: len(wanted)] for leaf in jax.tree.leaves(batch)]
-        if not same or any(size != wanted for size in sizes):
+        kind = jax.tree.map(lambda x: f"{np.asarray(x).dtype}{list(np.shape(x))}", batch)
+        wanted = (self._train_steps.training.batch_size,)
+        if self._train_steps.seeds is not None:
+            wanted = (self._train_steps.seeds, *wanted)
+        leaves = jax.tree.leaves(batch)
+        same = self._kind is None or kind == self._kind
+        if not leaves or not same or any(np.shape(x)[: len(wanted)] != wanted for x in leaves):
             raise UserError(
                 f"Batches must begin with an axis of training.batch_size, {wanted[-1]}, and have "
-                f"the same shapes at every step, got {shapes} at step {step}."
+                f"the same shapes and dtypes at every step, got {kind} at step {step}."
             )
-        self._shapes = shapes
+        self._kind = kind
+        vocab_size = self._train_steps.vocab_size
+        if vocab_size is not None and np.max(leaves[0]) >= vocab_size:
+            raise UserError(
+                f"The text has a token {np.max(leaves[0])}, and the model's vocabulary ends at "
+                f"{vocab_size - 1}: they belong to different tokenizers."
+            )

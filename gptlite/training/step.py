@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, Shaped
 
-from gptlite.config import OptimizerConfig, TrainingConfig
+from gptlite.config import OptimizerConfig, TrainingConfig, UserError
 from gptlite.sharding import (
     check_rows,
     constrain,
@@ -86,6 +86,10 @@ class TrainSteps:
         self._peak = optimizer.learning_rate
         alone = seeds is None
         self.seeds = None if seeds is None else len(seeds)
+        self.vocab_size: int | None = None
+        """Of a model that learns from windows of ids: no id may be larger."""
+        if losses is window_losses:
+            self.vocab_size = getattr(model, "vocab_size", None)
         # Seeds are data: a new one compiles nothing.
         self._seeds = np.asarray(training.seed if seeds is None else seeds, np.int32)
         if not alone:
@@ -113,9 +117,9 @@ class TrainSteps:
         """The state before the first step, of a copy of `model` (or of models, stacked)."""
         # A copy, because the update reuses the memory of its state, and the model is the caller's.
         model = jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, model)
-        init, put = self._optimizer.init, place
+        init, put = lambda params: keep_placed(self._optimizer.init(params)), place
         if self._seeds.ndim:
-            init, put = eqx.filter_vmap(init), place_seeds
+            init, put = eqx.filter_vmap(self._optimizer.init), place_seeds
         model = put(model, self.mesh)
         with jax.set_mesh(self.mesh):
             optimizer_state = eqx.filter_jit(init)(eqx.filter(model, eqx.is_inexact_array))
@@ -225,6 +229,11 @@ def loss_and_grads(
         found = losses(model, batch, label_smoothing=config.label_smoothing, key=key)
         if counts is None:
             return jnp.mean(found)
+        if counts(batch).shape != found.shape:
+            raise UserError(
+                f"counts must have the shape of the losses, {list(found.shape)}, got "
+                f"{list(counts(batch).shape)}."
+            )
         # Divided by what counts in all parts, so that no part weighs more than another's losses.
         return jnp.sum(jnp.where(counts(batch), found, 0)) * parts / counted
 

@@ -110,7 +110,7 @@ def train(
 def find(run: RunFolder, steps: int) -> Checkpoint:
     """What the run is resumed from, to be trained up to `steps`."""
     run.open()
-    return run.find_checkpoint(skeleton(), steps, CORPUS)
+    return run.find_checkpoint(skeleton(), longer(steps), CORPUS)
 
 
 def read(path: Path, step: int) -> dict[str, np.ndarray]:
@@ -280,10 +280,53 @@ def test_the_best_weights_come_back_from_their_checkpoint(copied, finished, dama
     else:
         arrays = read(copied, 59)
         model = {k.removeprefix("model."): v for k, v in arrays.items() if k.startswith("model.")}
-        best.write_bytes(weights_to_bytes(model))
+        best.write_bytes(weights_to_bytes(model, 59))
     with RunFolder(copied) as run:
         run.resume(find(run, 60), CONFIG)
     assert best.read_bytes() == (finished[0] / "best.safetensors").read_bytes()
+
+
+def test_a_damaged_checkpoint_of_the_best_weights_does_not_take_them_along(copied, finished):
+    weights = (copied / "best.safetensors").read_bytes()
+    record = json.loads((copied / "checkpoints" / "60" / "record" / "metadata").read_text())
+    best = record["best"]["step"]
+    older = copied / "checkpoints" / str(best) / "state" / "manifest.ocdbt"
+    if best == 60:  # then an older one is resumed from, whose best is another
+        shutil.rmtree(copied / "checkpoints" / "60")
+        record = json.loads((copied / "checkpoints" / "59" / "record" / "metadata").read_text())
+        best = record["best"]["step"]
+        older = copied / "checkpoints" / str(best) / "state" / "manifest.ocdbt"
+        arrays = read(copied, best)
+        model = {k.removeprefix("model."): v for k, v in arrays.items() if k.startswith("model.")}
+        weights = weights_to_bytes(model, best)
+        (copied / "best.safetensors").write_bytes(weights)
+    older.unlink()
+    said = []
+    with RunFolder(copied, say=said.append) as run:
+        run.resume(find(run, 61), CONFIG)
+        assert run.best == record["best"]
+    assert (copied / "best.safetensors").read_bytes() == weights
+    assert (copied / "damaged" / str(best)).is_dir()
+    assert not any("lost" in line for line in said)
+
+
+def test_damaged_metrics_of_an_older_checkpoint_stop_nothing(copied, finished):
+    shutil.rmtree(copied / "checkpoints" / "60")
+    path = copied / "checkpoints" / "40" / "metrics" / "metrics"
+    path.write_text(path.read_text()[:-3])
+    with RunFolder(copied) as run:
+        arrays = train(run, checkpoint=find(run, 60))
+    assert same(arrays, finished[1])
+    assert (copied / "damaged" / "40").is_dir()
+
+
+def test_of_equal_losses_the_best_is_one_that_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(Evaluation, "checked", lambda self, progress: 2.0)
+    training = dataclasses.replace(CONFIG.training, eval_every=5, steps=20, keep=1)
+    with RunFolder(tmp_path / "run") as run:
+        train(run, dataclasses.replace(CONFIG, training=training), until=20, every=1000)
+        assert run.best is not None
+        assert run.best["step"] in list_steps(tmp_path / "run" / "checkpoints")
 
 
 def test_a_run_without_a_whole_checkpoint_is_refused(copied):
@@ -315,7 +358,7 @@ def test_another_text_is_refused(copied):
     with RunFolder(copied) as run:
         run.open()
         with pytest.raises(UserError, match="not the text that this run was trained on"):
-            run.find_checkpoint(skeleton(), 1000, "another's")
+            run.find_checkpoint(skeleton(), longer(1000), "another's")
 
 
 def test_metrics_may_be_deleted_to_begin_anew(copied):

@@ -19,13 +19,13 @@ from gptlite.files import write_json
 from gptlite.models.gpt import GPT
 from gptlite.runs.find import newest_run
 from gptlite.runs.load import load_run
-from gptlite.runs.weights import load_weights, named_arrays, weights_to_bytes
+from gptlite.runs.weights import load_weights, named_arrays, weights_step, weights_to_bytes
 from gptlite.text.tokenizer import make_tokenizer
 
 TOKENIZER = make_tokenizer("char", TEXT)
 CONFIG = Config(model=TINY)
 MODEL = eqx.filter_jit(GPT)(TINY, TOKENIZER.vocab_size, key=jax.random.key(0))
-WEIGHTS = weights_to_bytes(named_arrays(MODEL))
+WEIGHTS = weights_to_bytes(named_arrays(MODEL), 7)
 
 
 def write_run(path: Path) -> Path:
@@ -145,6 +145,17 @@ def test_the_newest_run_is_the_one_saved_last(run, tmp_path):
 def test_no_run_yet_says_what_to_do(tmp_path):
     with pytest.raises(UserError, match=r"run `python train\.py` first"):
         newest_run(tmp_path)
+
+
+def test_weights_know_their_step_and_those_of_other_programs_are_read(tmp_path):
+    (tmp_path / "ours").write_bytes(WEIGHTS)
+    assert weights_step(tmp_path / "ours") == 7
+    assert weights_step(tmp_path / "absent") is None
+    (tmp_path / "theirs").write_bytes(safetensors.numpy.save(named_arrays(MODEL)))
+    assert eqx.tree_equal(load_weights(tmp_path / "theirs", MODEL), MODEL)
+    assert weights_step(tmp_path / "theirs") is None
+    (tmp_path / "ours").write_bytes(WEIGHTS[:-1])
+    assert weights_step(tmp_path / "ours") is None
 
 
 def header(length: int, entry: dict) -> bytes:

@@ -205,6 +205,29 @@ def copied(x):
     return x.copy() if eqx.is_array(x) else x
 
 
+def test_long_dispatches_are_read_to_their_end(monkeypatch):
+    """Longer than what is read ahead."""
+    training = dataclasses.replace(
+        CONFIG.training, steps=300, steps_per_dispatch=150, eval_every=300
+    )
+    train_steps = steps_of(dataclasses.replace(CONFIG, training=training))
+    *_, last = fit(train_steps.init(new_model()), train_steps, batches_of(CONFIG))
+    assert last.step == 300
+
+
+def test_text_of_another_tokenizer_is_refused():
+    train_steps = steps_of(CONFIG)
+    batches = Batches(np.arange(500, dtype=np.int32), 8, 12, 0)
+    with pytest.raises(UserError, match=r"has a token \d+, and the model's vocabulary ends at"):
+        fit(train_steps.init(new_model()), train_steps, batches)
+
+
+def test_a_state_of_another_step_is_refused():
+    train_steps = steps_of(CONFIG)
+    with pytest.raises(UserError, match="state is of step 0, and training is to go on at 10"):
+        fit(train_steps.init(new_model()), train_steps, batches_of(CONFIG), start=Position(step=10))
+
+
 def test_muon_refuses_a_model_without_a_stack():
     """It would train by Adam alone, and nobody would be told."""
     with pytest.raises(UserError, match=r"made by unstacked\(\) cannot be trained"):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conftest import TINY, VOCAB, tiny_model
 
-from gptlite.config import OptimizerConfig, TrainingConfig
+from gptlite.config import OptimizerConfig, TrainingConfig, UserError
 from gptlite.models.gpt import GPT
 from gptlite.sharding import make_mesh
 from gptlite.training.loss import window_losses
@@ -61,6 +61,14 @@ def test_the_mean_is_over_what_counts_whatever_the_parts(parts):
     loss, grads = grads_of(model, nothing, training, losses, lambda batch: batch["real"])
     assert float(loss) == 0
     assert all(not np.any(grad) for grad in jax.tree.leaves(grads))
+
+
+def test_counts_of_another_shape_are_refused():
+    """They would broadcast, and make another mean."""
+    with pytest.raises(UserError, match=r"shape of the losses, \[4, 12\], got \[4, 1\]"):
+        grads_of(
+            tiny_model(), jnp.asarray(BATCHES[0]), TRAINING, counts=lambda batch: batch[:, :1] >= 0
+        )
 
 
 def test_parts_do_not_change_the_balance_loss():

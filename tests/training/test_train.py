@@ -84,6 +84,8 @@ def test_a_loss_that_is_not_finite_is_said(model):
         lambda step: jax.tree.map(lambda x: x[:5], batch(step)),
         lambda step: batch(step) | {"ids": batch(step)["ids"][:, : 6 - step // 30]},
         lambda step: {"ids": [1, 2]},
+        lambda step: {},
+        lambda step: batch(step) | ({"scale": np.ones(8, np.int32)} if step > 30 else {}),
     ],
 )
 def test_batches_of_another_shape_are_said(model, bad):
