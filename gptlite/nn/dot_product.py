@@ -6,13 +6,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, PRNGKeyArray, Shaped
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from gptlite.nn.masks import Bidirectional, Causal, Mask, SlidingWindow
 from gptlite.nn.positions import ALiBi, Offset, RelativeBias
 from gptlite.nn.precision import wide_dtype
 from gptlite.nn.product import product
-from gptlite.sharding import is_spread, targets_nvidia
+from gptlite.sharding import targets_nvidia
 
 Queries = Float[Array, "batch heads queries d_head"]
 Keys = Float[Array, "batch kv_heads keys d_head"]
@@ -58,15 +58,8 @@ def attend(
     # single query, XLA's CPU compiler would divide anew for every output of the layer that follows.
     single = query.shape[-2] == 1
     weights = (weights / total if single else weights).astype(value.dtype)
-    out = product(weights, jnp.swapaxes(_rows(value), -1, -2))
+    out = product(weights, jnp.swapaxes(value, -1, -2))
     return (out if single else out / total).astype(value.dtype).reshape(query.shape)
-
-
-def _rows(x: Shaped[Array, "batch kv_heads m n"]) -> Shaped[Array, "*rows m n"]:
-    """`x` with its first two axes in one: with two, XLA's CPU compiler copies a cache that the next
-    line only reads, and reduces more slowly. But axes that lie on different devices stay apart."""
-    batch, kv_heads, *rest = x.shape
-    return x if is_spread("tensor") else x.reshape(batch * kv_heads, *rest)
 
 
 def _attend_flash(query: Queries, key: Keys, value: Keys, mask: Mask) -> Queries:
@@ -102,7 +95,10 @@ def _exponentials(
     mask: Mask,
     score_bias: ALiBi | RelativeBias | None,
     padding_mask: Bool[Array, "batch keys"] | None,
-) -> tuple[Float[Array, "*rows grouped_queries keys"], Float[Array, "*rows grouped_queries 1"]]:
+) -> tuple[
+    Float[Array, "batch kv_heads grouped_queries keys"],
+    Float[Array, "batch kv_heads grouped_queries 1"],
+]:
     """The softmax's numerators and denominators. Queries that share keys come one below the other,
     as if they were one longer sequence."""
     wide = wide_dtype(query.dtype)
@@ -110,17 +106,15 @@ def _exponentials(
     kv_heads, keys = key.shape[1:3]
     group = heads // kv_heads
     query = query.reshape(batch, kv_heads, group * queries, d_head)
-    scores = product(_rows(query), _rows(key)) / math.sqrt(d_head)
+    scores = product(query, key) / math.sqrt(d_head)
     if score_bias is not None:
         bias = score_bias(queries, keys, offset).astype(wide)
-        bias = bias.reshape(kv_heads, group * queries, keys)
-        scores = scores + _rows(jnp.broadcast_to(bias, (batch, *bias.shape)))
+        scores = scores + bias.reshape(kv_heads, group * queries, keys)
     seen = mask(queries, keys, offset)
     if group > 1:
         seen = jnp.tile(seen, (group, 1))
     if padding_mask is not None:
-        real = jnp.broadcast_to(padding_mask[:, None, None], (batch, kv_heads, 1, keys))
-        seen = seen & _rows(real)
+        seen = seen & padding_mask[:, None, None]
     scores = jnp.where(seen, scores, jnp.finfo(wide).min)
     weights = jnp.exp(scores - lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
     if padding_mask is not None:
