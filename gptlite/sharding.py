@@ -177,7 +177,7 @@ def keep_placed(tree: T) -> T:
     return jax.tree_util.tree_map_with_path(keep, tree)
 
 
-def gathered(module: T, path: str = "") -> T:
+def gathered(module: T, path: str) -> T:
     """`module`, the part of a model at `path`, for use: its parameters no longer cut over `fsdp`,
     and their gradients cut again as soon as they are computed."""
     mesh = _mesh()

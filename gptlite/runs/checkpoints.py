@@ -38,14 +38,14 @@ class Record:
 
     position: Position
     seconds: float
-    """Spent in the training loop, compilation and evaluations included."""
+    """Since the run folder was opened, in all processes that trained the run."""
     best: dict[str, Any] | None
     """`step` and `val_loss` of the best evaluation."""
     last: dict[str, Any]
     """The last line of metrics."""
     corpus_sha256: str
     devices: str
-    """How many, and of which kind."""
+    """How many, of which kind, and the mesh where parameters are spread."""
 
 
 class Checkpoints:
