@@ -289,7 +289,7 @@ class _Block(_Layer):
 
     def init_cache(self) -> Any:
         """An empty cache for the batch."""
-        return self.block.init_cache(len(self.x), self.capacity(), self.x.dtype)
+        return self.block.init_cache(self.x.shape[:-2], self.capacity(), self.x.dtype)
 
     def extend(self, block: Any, x: Any, cache: Any, offset: Any, options: Any) -> Any:
         """Outputs for what follows the first `offset` places of the cache, and the new cache."""

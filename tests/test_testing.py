@@ -35,7 +35,7 @@ class OneHead(eqx.Module):
         )
 
     def init_cache(self, batch, capacity, dtype):
-        return (jnp.zeros((batch, capacity, D), dtype),) * 2
+        return (jnp.zeros((*batch, capacity, D), dtype),) * 2
 
     def positions(self, x, offset):
         return Rotary()(x, offset)

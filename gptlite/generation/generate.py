@@ -76,6 +76,9 @@ def stream(
     # A power of two, so that prompts of all lengths share a few programs.
     room = min(context, max(SHORTEST_READ, 1 << (length - 1).bit_length()))
     padded = jnp.zeros((len(prompt), room), jnp.int32).at[:, :length].set(prompt)
+    # A single text has no batch axis: of an axis of length 1, XLA's CPU compiler makes a copy of
+    # the cache at every token.
+    padded = padded if len(prompt) > 1 else padded[0]
     model = model.unstacked()
     state = _start(model, padded, jnp.asarray(length))
     left = max_new_tokens
@@ -89,10 +92,12 @@ def stream(
 
 
 @eqx.filter_jit
-def _start(model: GPT, padded: Int[Array, "batch room"], length: Int[Array, ""]) -> GenerationState:
+def _start(
+    model: GPT, padded: Int[Array, "*batch room"], length: Int[Array, ""]
+) -> GenerationState:
     hidden, cache = _read(model, padded, length)
-    last = lax.dynamic_slice_in_dim(hidden, length - 1, 1, axis=1)
-    return GenerationState(cache, model.logits(last)[:, 0], jnp.zeros((), jnp.int32))
+    last = lax.dynamic_slice_in_dim(hidden, length - 1, 1, axis=-2)
+    return GenerationState(cache, _rows(model.logits(last)), jnp.zeros((), jnp.int32))
 
 
 @eqx.filter_jit
@@ -100,8 +105,8 @@ def _forget(model: GPT, state: GenerationState) -> GenerationState:
     """Make room in a full context. (Not in `_advance`'s loop: a condition there would have the
     cache copied at every token.)"""
     context = model.config.context_length
-    window = state.cache.ids[:, -context:]
-    window = jnp.roll(window, context // 2 - context, axis=1)
+    window = state.cache.ids[..., -context:]
+    window = jnp.roll(window, context // 2 - context, axis=-1)
     _, cache = _read(model, window, jnp.asarray(context // 2))
     return GenerationState(cache, state.logits, state.made)
 
@@ -132,15 +137,20 @@ def _advance(
 
 
 def _append(model: GPT, state: GenerationState, token: Int[Array, " batch"]) -> GenerationState:
-    hidden, cache = model.extend(token[:, None], state.cache)
-    return GenerationState(cache, model.logits(hidden)[:, 0], state.made + 1)
+    ids = token.reshape(*state.cache.ids.shape[:-1], 1)
+    hidden, cache = model.extend(ids, state.cache)
+    return GenerationState(cache, _rows(model.logits(hidden)), state.made + 1)
+
+
+def _rows(logits: Float[Array, "*batch 1 vocab"]) -> Float[Array, "rows vocab"]:
+    return logits.reshape(-1, logits.shape[-1])
 
 
 def _read(
-    model: GPT, padded: Int[Array, "batch room"], length: Int[Array, ""]
-) -> tuple[Float[Array, "batch room d_model"], Cache]:
+    model: GPT, padded: Int[Array, "*batch room"], length: Int[Array, ""]
+) -> tuple[Float[Array, "*batch room d_model"], Cache]:
     """Hidden states and cache of the first `length` ids. The rest are read too, so that one
     program serves many lengths; being later, they are seen by none of the first, and written over
     when their turn comes."""
-    hidden, cache = model.extend(padded, model.init_cache((len(padded),)))
+    hidden, cache = model.extend(padded, model.init_cache(padded.shape[:-1]))
     return hidden, Cache(cache.layers, cache.ids, length)

@@ -1,6 +1,5 @@
 """The decoder-only language model."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -141,6 +140,6 @@ class GPT(Transformer):
         """An empty cache for `context_length` tokens with the leading axes `batch`. Every block is
         given `shared`."""
         context, dtype = self.config.context_length, self.embedding.weight.dtype
-        layers = self.stack.init_cache(math.prod(batch), context, dtype, **shared)
+        layers = self.stack.init_cache(batch, context, dtype, **shared)
         ids = jnp.full((*batch, len(self.previous) + context), -1, jnp.int32)
         return Cache(layers, ids, jnp.zeros((), jnp.int32))

@@ -1,7 +1,6 @@
 """Multi-head attention, to a sequence itself and to another."""
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -95,28 +94,20 @@ class MultiHead(eqx.Module):
 
     def _split(
         self, projected: Float[Array, "*batch seq d"], *, normalised: bool
-    ) -> Float[Array, "sequences heads seq d_head"]:
-        """Heads apart, the leading axes in one; those of queries and keys are normalised, where
-        there is a norm."""
-        *batch, seq, d = projected.shape
-        x = projected.reshape(math.prod(batch), seq, d // self.d_head, self.d_head)
+    ) -> Float[Array, "*batch heads seq d_head"]:
+        """Heads apart; those of queries and keys are normalised, where there is a norm."""
+        *leading, d = projected.shape
+        x = projected.reshape(*leading, d // self.d_head, self.d_head)
         if normalised and self.qk_norm is not None:
             x = self.qk_norm(x)  # before the axes are swapped, where it is faster on a CPU
-        return constrain(jnp.swapaxes(x, 1, 2), "batch", "heads", None, None)
+        return constrain(jnp.swapaxes(x, -2, -3), "batch", "heads", None, None)
 
     def _join(
-        self,
-        heads: Float[Array, "sequences heads seq d_head"],
-        x: Float[Array, "*batch seq d_model"],
+        self, heads: Float[Array, "*batch heads seq d_head"]
     ) -> Float[Array, "*batch seq d_model"]:
-        """The output for `x` of what its heads have found."""
-        out = jnp.swapaxes(constrain(heads, "batch", "heads", None, None), 1, 2)
-        return self.output(out.reshape(*x.shape[:-1], self.n_heads * self.d_head))
-
-
-def _flat(mask: Bool[Array, "*batch keys"] | None) -> Bool[Array, "sequences keys"] | None:
-    """`mask` with its leading axes in one."""
-    return None if mask is None else mask.reshape(-1, mask.shape[-1])
+        """The output for what the heads have found."""
+        out = jnp.swapaxes(constrain(heads, "batch", "heads", None, None), -2, -3)
+        return self.output(out.reshape(*out.shape[:-2], self.n_heads * self.d_head))
 
 
 class Attention(MultiHead):
@@ -159,9 +150,9 @@ class Attention(MultiHead):
         self.mask = mask
         self.value_residual = ValueResidual() if value_residual else None
 
-    def init_cache(self, batch: int, capacity: int, dtype: DTypeLike) -> LayerCache:
-        """An empty cache for `batch` sequences, their leading axes in one."""
-        empty = jnp.zeros((batch, self.n_kv_heads, capacity, self.d_head), dtype)
+    def init_cache(self, batch: tuple[int, ...], capacity: int, dtype: DTypeLike) -> LayerCache:
+        """An empty cache for sequences with the leading axes `batch`."""
+        empty = jnp.zeros((*batch, self.n_kv_heads, capacity, self.d_head), dtype)
         return LayerCache(keys=empty, values=empty)
 
     def first_values(self, x: Float[Array, "*batch seq d_model"]) -> Float[Array, "*batch seq d"]:
@@ -196,11 +187,11 @@ class Attention(MultiHead):
             offset,
             mask=self.mask,
             score_bias=self.score_bias,
-            padding_mask=_flat(padding_mask),
+            padding_mask=padding_mask,
             dropout=self.dropout,
             dropout_key=key if self.dropout.p > 0 else None,
         )
-        return self._join(out, x), cache
+        return self._join(out), cache
 
     def weights(
         self,
@@ -214,15 +205,14 @@ class Attention(MultiHead):
         """How much each query takes of each key, from what a call takes: the softmax inside it,
         without dropout."""
         q, k, _, _ = self._heads(x, cache, offset, None)
-        weights = attention_weights(
+        return attention_weights(
             q,
             k,
             offset,
             mask=self.mask,
             score_bias=self.score_bias,
-            padding_mask=_flat(padding_mask),
+            padding_mask=padding_mask,
         )
-        return weights.reshape(*x.shape[:-2], *weights.shape[1:])
 
     def _heads(
         self,
@@ -266,7 +256,7 @@ class Memory(eqx.Module):
 
     keys: Keys
     values: Keys
-    mask: Bool[Array, "batch keys"] | None
+    mask: Bool[Array, "*batch keys"] | None
     """False where there is no token."""
 
 
@@ -288,7 +278,7 @@ class CrossAttention(MultiHead):
         return Memory(
             keys=self._split(self.key(memory), normalised=True),
             values=self._split(self.value(memory), normalised=False),
-            mask=_flat(padding_mask),
+            mask=padding_mask,
         )
 
     def __call__(
@@ -308,16 +298,15 @@ class CrossAttention(MultiHead):
             dropout=self.dropout,
             dropout_key=key if self.dropout.p > 0 else None,
         )
-        return self._join(out, x)
+        return self._join(out)
 
     def weights(
         self, x: Float[Array, "*batch seq d_model"], memory: Memory, **others: Any
     ) -> Float[Array, "*batch heads seq keys"]:
         """As `Attention.weights`."""
-        weights = attention_weights(
+        return attention_weights(
             self._queries(x), memory.keys, mask=EVERYWHERE, padding_mask=memory.mask
         )
-        return weights.reshape(*x.shape[:-2], *weights.shape[1:])
 
     def _queries(self, x: Float[Array, "*batch seq d_model"]) -> Queries:
         return self._split(self.query(x), normalised=True)

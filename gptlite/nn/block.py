@@ -26,8 +26,8 @@ class Branches(eqx.Module):
     mlp: Callable
     dropout: eqx.nn.Dropout
 
-    def init_cache(self, batch: int, capacity: int, dtype: DTypeLike) -> Any:
-        """An empty cache for `batch` sequences, their leading axes in one."""
+    def init_cache(self, batch: tuple[int, ...], capacity: int, dtype: DTypeLike) -> Any:
+        """An empty cache for sequences with the leading axes `batch`."""
         return self.attention.init_cache(batch, capacity, dtype)
 
     def first_values(self, x: Float[Array, "*batch seq d_model"]) -> Float[Array, "*batch seq d"]:

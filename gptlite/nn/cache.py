@@ -15,13 +15,13 @@ class LayerCache(eqx.Module):
     """One layer's keys and values, with room for `capacity` positions. (Stacked for a scan, both
     have an axis of layers first.)"""
 
-    keys: Float[Array, "*layers batch kv_heads capacity d_head"]
-    values: Float[Array, "*layers batch kv_heads capacity d_head"]
+    keys: Float[Array, "*batch kv_heads capacity d_head"]
+    values: Float[Array, "*batch kv_heads capacity d_head"]
 
     def write(
         self,
-        keys: Float[Array, "batch kv_heads seq d_head"],
-        values: Float[Array, "batch kv_heads seq d_head"],
+        keys: Float[Array, "*batch kv_heads seq d_head"],
+        values: Float[Array, "*batch kv_heads seq d_head"],
         offset: Offset,
     ) -> "LayerCache":
         """The cache with positions `offset` to `offset + seq - 1` set. They must lie within the
@@ -32,7 +32,7 @@ class LayerCache(eqx.Module):
         )
 
     def take(self, sequences: Int[Array, " batch"]) -> "LayerCache":
-        """The cache with the sequences at the places `sequences`."""
+        """The cache with the sequences at the places `sequences` of a single leading axis."""
         return jax.tree.map(lambda x: jnp.take(x, sequences, axis=-4), self)
 
 

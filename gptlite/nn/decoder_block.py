@@ -37,14 +37,14 @@ class DecoderBranches(eqx.Module):
 
     def init_cache(
         self,
-        batch: int,
+        batch: tuple[int, ...],
         capacity: int,
         dtype: DTypeLike,
         *,
         memory: Float[Array, "*batch keys d_model"],
         memory_mask: Bool[Array, "*batch keys"] | None = None,
     ) -> DecoderCache:
-        """An empty cache for `batch` sequences, their leading axes in one, that holds `memory`."""
+        """An empty cache for sequences with the leading axes `batch`, that holds `memory`."""
         own = self.attention.init_cache(batch, capacity, dtype)
         return DecoderCache(own, self.cross_attention.read(memory, memory_mask))
 

@@ -14,8 +14,8 @@ from gptlite.nn.precision import wide_dtype
 from gptlite.nn.product import product
 from gptlite.sharding import targets_nvidia
 
-Queries = Float[Array, "batch heads queries d_head"]
-Keys = Float[Array, "batch kv_heads keys d_head"]
+Queries = Float[Array, "*batch heads queries d_head"]
+Keys = Float[Array, "*batch kv_heads keys d_head"]
 
 CAUSAL = Causal()
 
@@ -28,7 +28,7 @@ def attend(
     *,
     mask: Mask = CAUSAL,
     score_bias: ALiBi | RelativeBias | None = None,
-    padding_mask: Bool[Array, "batch keys"] | None = None,
+    padding_mask: Bool[Array, "*batch keys"] | None = None,
     dropout: eqx.nn.Dropout | None = None,
     dropout_key: PRNGKeyArray | None = None,
 ) -> Queries:
@@ -65,13 +65,19 @@ def attend(
 def _attend_flash(query: Queries, key: Keys, value: Keys, mask: Mask) -> Queries:
     """`attend` by cuDNN, for a whole sequence."""
     everywhere = isinstance(mask, Bidirectional)
+
+    def turned(x):
+        return jnp.swapaxes(x.reshape(-1, *x.shape[-3:]), 1, 2)  # [batch, seq, heads, d_head]
+
     out = jax.nn.dot_product_attention(
-        *(jnp.swapaxes(x, 1, 2) for x in (query, key, value)),  # [batch, seq, heads, d_head]
+        turned(query),
+        turned(key),
+        turned(value),
         is_causal=not everywhere,
         local_window_size=(mask.window - 1, 0) if isinstance(mask, SlidingWindow) else None,
         implementation="cudnn",
     )
-    return jnp.swapaxes(out, 1, 2)
+    return jnp.swapaxes(out, 1, 2).reshape(query.shape)
 
 
 def attention_weights(
@@ -81,11 +87,11 @@ def attention_weights(
     *,
     mask: Mask = CAUSAL,
     score_bias: ALiBi | RelativeBias | None = None,
-    padding_mask: Bool[Array, "batch keys"] | None = None,
-) -> Float[Array, "batch heads queries keys"]:
+    padding_mask: Bool[Array, "*batch keys"] | None = None,
+) -> Float[Array, "*batch heads queries keys"]:
     """The softmax in `attend`: what it multiplies `value` with."""
     weights, total = _exponentials(query, key, offset, mask, score_bias, padding_mask)
-    return (weights / total).reshape(*query.shape[:3], key.shape[2])
+    return (weights / total).reshape(*query.shape[:-1], key.shape[-2])
 
 
 def _exponentials(
@@ -94,18 +100,18 @@ def _exponentials(
     offset: Offset,
     mask: Mask,
     score_bias: ALiBi | RelativeBias | None,
-    padding_mask: Bool[Array, "batch keys"] | None,
+    padding_mask: Bool[Array, "*batch keys"] | None,
 ) -> tuple[
-    Float[Array, "batch kv_heads grouped_queries keys"],
-    Float[Array, "batch kv_heads grouped_queries 1"],
+    Float[Array, "*batch kv_heads grouped_queries keys"],
+    Float[Array, "*batch kv_heads grouped_queries 1"],
 ]:
     """The softmax's numerators and denominators. Queries that share keys come one below the other,
     as if they were one longer sequence."""
     wide = wide_dtype(query.dtype)
-    batch, heads, queries, d_head = query.shape
-    kv_heads, keys = key.shape[1:3]
+    *batch, heads, queries, d_head = query.shape
+    kv_heads, keys = key.shape[-3:-1]
     group = heads // kv_heads
-    query = query.reshape(batch, kv_heads, group * queries, d_head)
+    query = query.reshape(*batch, kv_heads, group * queries, d_head)
     scores = product(query, key) / math.sqrt(d_head)
     if score_bias is not None:
         bias = score_bias(queries, keys, offset).astype(wide)
@@ -114,7 +120,7 @@ def _exponentials(
     if group > 1:
         seen = jnp.tile(seen, (group, 1))
     if padding_mask is not None:
-        seen = seen & padding_mask[:, None, None]
+        seen = seen & padding_mask[..., None, None, :]
     scores = jnp.where(seen, scores, jnp.finfo(wide).min)
     weights = jnp.exp(scores - lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
     if padding_mask is not None:

@@ -25,7 +25,9 @@ class Layers(eqx.Module):
         """The first block."""
         return self.blocks[0]
 
-    def init_cache(self, batch: int, capacity: int, dtype: DTypeLike, **shared: Any) -> PyTree:
+    def init_cache(
+        self, batch: tuple[int, ...], capacity: int, dtype: DTypeLike, **shared: Any
+    ) -> PyTree:
         """An empty cache for every layer, each of which is given `shared`: see
         `Attention.init_cache`."""
         return tuple(block.init_cache(batch, capacity, dtype, **shared) for block in self.blocks)
@@ -90,7 +92,9 @@ class Stack(eqx.Module):
         """The first block."""
         return jax.tree.map(lambda x: x[0] if eqx.is_array(x) else x, self.blocks)
 
-    def init_cache(self, batch: int, capacity: int, dtype: DTypeLike, **shared: Any) -> PyTree:
+    def init_cache(
+        self, batch: tuple[int, ...], capacity: int, dtype: DTypeLike, **shared: Any
+    ) -> PyTree:
         """As for `Layers`: stacked for a scan, else a tuple."""
         caches = self.unstack().init_cache(batch, capacity, dtype, **shared)
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *caches) if self.scan else caches

@@ -165,7 +165,7 @@ class Remembering(eqx.Module):
         pass
 
     def init_cache(self, batch, capacity, dtype):
-        return jnp.zeros((batch, capacity), dtype)
+        return jnp.zeros((*batch, capacity), dtype)
 
     def __call__(self, x, cache=None, offset=0, *, key=None, padding_mask=None):
         return x, cache

@@ -242,7 +242,7 @@ def test_weights_times_values_are_what_comes_out(n_kv_heads):
     layer = attention(n_kv_heads=n_kv_heads, mask=SlidingWindow(3), qk_norm=True)
     x = jax.random.normal(jax.random.key(1), (2, 5, 16))
     mask = jnp.arange(8) < jnp.array([[8], [3]])
-    cache = layer.init_cache(2, 8, jnp.float32)
+    cache = layer.init_cache((2,), 8, jnp.float32)
     given = {"cache": cache, "offset": jnp.asarray(0), "padding_mask": mask}
     weights = layer.weights(x, **given)
     assert weights.shape == (2, 4, 5, 8)
@@ -317,7 +317,7 @@ def test_grouped_queries_share_keys_and_values():
     grouped = attention(n_kv_heads=2, positions=Rotary(), bias=True)
     x = jax.random.normal(jax.random.key(1), (2, 6, 16))
     assert grouped.key.weight.shape == (8, 16)
-    assert grouped.init_cache(2, 6, x.dtype).keys.shape == (2, 2, 6, 4)
+    assert grouped.init_cache((2,), 6, x.dtype).keys.shape == (2, 2, 6, 4)
 
     def repeated(layer):  # heads 0 and 1 are given the first, 2 and 3 the second
         weight = layer.weight.reshape(2, 4, 16).repeat(2, axis=0).reshape(16, 16)
