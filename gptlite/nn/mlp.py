@@ -109,8 +109,8 @@ class MoE(eqx.Module):
     not picked times 0: they are groups of columns of one wide MLP. That costs the arithmetic of all
     experts, and is right where they are few.
 
-    Measured, when the second loss was over the batch as a whole: 4 experts, 2 a token, each half as
-    wide as the MLP, against it, no difference found (+0.019 ± 0.010) (benchmarks/blocks.md).
+    Measured: 4 experts, 2 a token, each half as wide as the MLP, 0.019 ± 0.006 nats worse than it
+    (benchmarks/blocks.md).
     """
 
     router: Linear

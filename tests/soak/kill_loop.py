@@ -21,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-# train.py, with a disk so slow that a save lasts half a second.
+# train.py, with a disk so slow that a save lasts about as long as the pause after it.
 SLOW = """
 import os, sys, time
 def slowed(function, seconds):
@@ -60,12 +60,12 @@ def run(words: list[str], folder: Path) -> str:
 
 
 def settings(steps: int) -> list[str]:
-    """A tiny run's, that saves whenever it can."""
+    """A tiny run's, that saves often."""
     return (
         "--data.corpus text.txt --model.n-layers 1 --model.n-heads 2 --model.d-model 16 "
         "--model.context-length 16 --training.batch-size 4 --training.steps-per-dispatch 8 "
         f"--training.steps {steps} --training.eval-every 36 --training.sample-tokens 0 "
-        "--training.save-seconds 0"
+        "--training.save-seconds 1"
     ).split()
 
 
@@ -93,11 +93,12 @@ def kill_loop(folder: Path, kills: int, steps: int, seed: int = 0) -> dict[str, 
         process = start(way_on(), folder, slow=True)
         assert process.stdout is not None
         said = []
+        early = chance.random() < 0.1  # perhaps before the first step
         for line in process.stdout:
             said.append(line)
-            if "run folder" in line:
+            if line.startswith("step ") or (early and "run folder" in line):
                 break
-        time.sleep(chance.uniform(0.5, 3.5))
+        time.sleep(chance.uniform(0.0, 3.0))
         process.send_signal(signal.SIGKILL)
         said += process.communicate()[0]
         assert process.returncode in (-signal.SIGKILL, 0), "".join(said)
