@@ -32,8 +32,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "text.txt").write_text(TEXT)
         # Seldom: at every save Orbax 0.12.8 keeps some 20 kB, whatever is saved.
-        words = [*settings(steps), "--training.save-seconds", "10", "--training.sample-tokens", "32"]
-        words += ["--training.eval-every", "500", "--run", "long"]
+        words = [*settings(steps), "--training.save-seconds", "10", "--training.eval-every", "500"]
+        words += ["--training.sample-tokens", "32", "--run", "long"]
         process = start(words, Path(folder))
         assert process.stdout is not None
         seen: dict[int, float] = {}
