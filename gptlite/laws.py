@@ -62,6 +62,8 @@ class _Layer:
     """Parameters that need not have a gradient."""
     causal: bool
     kind = "layer"
+    seq_axis = -2
+    """Of what goes in."""
 
     def run(self, block: Any, x: Any, **options: Any) -> Any:
         return block(x, **options)
@@ -69,8 +71,8 @@ class _Layer:
     def in_parts(self, x: Any, ends: Sequence[int], **options: Any) -> Any:
         """The outputs for `x` cut at `ends`, one part after the other, joined."""
         del options  # without a cache, there is no mask for one
-        parts = jnp.split(x, list(ends), axis=1)
-        return jnp.concatenate([self.compiled(self.block, part) for part in parts], axis=1)
+        parts = jnp.split(x, list(ends), axis=self.seq_axis)
+        return jnp.concatenate([self.compiled(self.block, part) for part in parts], axis=-2)
 
     def expected(self, x: Any, dtype: Any = jnp.float32) -> tuple[tuple[int, ...], Any]:
         """Shape and dtype of what should come out, with parameters and numbers in `dtype`."""
@@ -181,6 +183,9 @@ class _Layer:
         one_by_one = range(1, self.x.shape[1])
         for what, ends in (("one token at a time", one_by_one), ("in portions", self.cuts())):
             _compare(self.in_parts(self.x, ends), whole, f"read {what}", "at once")
+        # A cache without a batch axis, as generation makes one for a single text.
+        alone = self.in_parts(self.x[0], self.cuts()[:1])
+        _compare(alone, whole[0], "alone, read in portions", "at once")
 
     def cuts(self) -> tuple[int, int]:
         """Three portions."""
@@ -287,32 +292,34 @@ class _Block(_Layer):
         """Places that a cache has room for: more than are ever used."""
         return self.x.shape[1] + 3
 
-    def init_cache(self) -> Any:
-        """An empty cache for the batch."""
-        return self.block.init_cache(self.x.shape[:-2], self.capacity(), self.x.dtype)
+    def init_cache(self, x: Any) -> Any:
+        """An empty cache for `x`."""
+        return self.block.init_cache(x.shape[:-2], self.capacity(), x.dtype)
 
     def extend(self, block: Any, x: Any, cache: Any, offset: Any, options: Any) -> Any:
         """Outputs for what follows the first `offset` places of the cache, and the new cache."""
         return block(x, cache, offset, key=None, **options)
 
     def in_parts(self, x: Any, ends: Sequence[int], **options: Any) -> Any:
-        outputs, cache, done = [], self.init_cache(), 0
+        outputs, cache, done = [], self.init_cache(x), 0
+        other = self.other if x.ndim == self.x.ndim else self.other[0]
         kind = _kind_of(cache)
         if "padding_mask" in options:
             unused = self.capacity() - x.shape[1]
             options["padding_mask"] = jnp.pad(options["padding_mask"], ((0, 0), (0, unused)))
-        for part in jnp.split(x, list(ends), axis=1):
-            length = part.shape[1]
+        for part in jnp.split(x, list(ends), axis=self.seq_axis):
+            length = part.shape[self.seq_axis]
             if done == 0:
                 # Read with more behind it, as generation does, so that few programs serve prompts
                 # of any length: what a cache holds beyond the offset must not matter.
-                part = jnp.concatenate([part, self.other[:, length:]], axis=1)
+                behind = jnp.split(other, [length], axis=self.seq_axis)[1]
+                part = jnp.concatenate([part, behind], axis=self.seq_axis)
             y, cache = _compiled(self.extend, self.block, part, cache, jnp.asarray(done), options)
             if _kind_of(cache) != kind:
                 raise Broken(f"a cache of {kind} comes back as one of {_kind_of(cache)}.")
-            outputs.append(y[:, :length])
+            outputs.append(y[..., :length, :])
             done += length
-        return jnp.concatenate(outputs, axis=1)
+        return jnp.concatenate(outputs, axis=-2)
 
     def does_not_apply(self) -> Iterator[str]:
         yield from self.of_the_other_direction()
@@ -338,6 +345,7 @@ class _Model(_Block):
     checked cached, too."""
 
     kind = "model"
+    seq_axis = -1
 
     def run(self, block: Any, x: Any, **options: Any) -> Any:
         return block(x, **options)
@@ -348,8 +356,8 @@ class _Model(_Block):
     def capacity(self) -> int:
         return self.block.config.context_length
 
-    def init_cache(self) -> Any:
-        return self.block.init_cache(self.x.shape[:1])
+    def init_cache(self, x: Any) -> Any:
+        return self.block.init_cache(x.shape[:-1])
 
     def extend(self, block: Any, x: Any, cache: Any, offset: Any, options: Any) -> Any:
         cache = eqx.tree_at(lambda cache: cache.length, cache, offset.astype(jnp.int32))

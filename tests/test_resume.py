@@ -22,7 +22,7 @@ def place(tmp_path_factory) -> Path:
     """A folder with two runs: `whole`, and `killed`, which was killed twice."""
     folder = tmp_path_factory.mktemp("runs")
     counts = kill_loop(folder, kills=2, steps=STEPS)
-    assert counts["too late"] < 2, counts
+    assert counts["too late"] == 0, counts
     return folder
 
 

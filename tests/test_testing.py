@@ -121,6 +121,11 @@ class LastCacheOfTheBatch(OneHead):
         return super().mix(weights, jnp.broadcast_to(values[-1:], values.shape))
 
 
+class CacheOfABatchOnly(OneHead):
+    def init_cache(self, batch, capacity, dtype):
+        return super().init_cache(batch[:1] or (1,), capacity, dtype)
+
+
 class ScoresInHalf(OneHead):
     def weights(self, scores):
         if self.query.weight.dtype == jnp.bfloat16:
@@ -277,6 +282,7 @@ BUGS = {
     SeesPadding: ("padding", "with 1 places of padding before"),
     PadsOneTooFew: ("padding", "with 1 places of padding before"),
     LooksAheadInTraining: ("causal", "(given a key)"),
+    CacheOfABatchOnly: ("cached", "must have the same rank"),
     ForgetsTheCapacity: ("cached", "comes back as one of float32[3, 8, 16]"),
     ReturnsNoCache: ("shapes", "ReturnsNoCache must return a pair, (y, cache)"),
     NeedsAKey: ("shapes", "Dropout requires a key"),

@@ -13,7 +13,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key, Shaped
 
 from gptlite.config import SamplingConfig, UserError
 from gptlite.generation.sampling import sample
@@ -30,8 +30,8 @@ SHORTEST_READ = 16
 class GenerationState(eqx.Module):
     """Between two tokens."""
 
-    cache: Cache
     logits: Float[Array, "batch vocab"]
+    cache: Cache
     made: Int[Array, ""]
 
 
@@ -76,11 +76,8 @@ def stream(
     # A power of two, so that prompts of all lengths share a few programs.
     room = min(context, max(SHORTEST_READ, 1 << (length - 1).bit_length()))
     padded = jnp.zeros((len(prompt), room), jnp.int32).at[:, :length].set(prompt)
-    # A single text has no batch axis: of an axis of length 1, XLA's CPU compiler makes a copy of
-    # the cache at every token.
-    padded = padded if len(prompt) > 1 else padded[0]
     model = model.unstacked()
-    state = _start(model, padded, jnp.asarray(length))
+    state = _start(model, drop_single(padded), jnp.asarray(length))
     left = max_new_tokens
     while left > 0:
         if length == context:
@@ -97,7 +94,8 @@ def _start(
 ) -> GenerationState:
     hidden, cache = _read(model, padded, length)
     last = lax.dynamic_slice_in_dim(hidden, length - 1, 1, axis=-2)
-    return GenerationState(cache, _rows(model.logits(last)), jnp.zeros((), jnp.int32))
+    logits = model.logits(last).reshape(-1, model.vocab_size)
+    return GenerationState(logits, cache, jnp.zeros((), jnp.int32))
 
 
 @eqx.filter_jit
@@ -108,7 +106,7 @@ def _forget(model: GPT, state: GenerationState) -> GenerationState:
     window = state.cache.ids[..., -context:]
     window = jnp.roll(window, context // 2 - context, axis=-1)
     _, cache = _read(model, window, jnp.asarray(context // 2))
-    return GenerationState(cache, state.logits, state.made)
+    return GenerationState(state.logits, cache, state.made)
 
 
 @eqx.filter_jit
@@ -130,20 +128,26 @@ def _advance(
     def body(i, carry):
         state, tokens = carry
         token = sample(state.logits, config, uniform[:, i])
-        return _append(model, state, token), tokens.at[:, i].set(token)
+        state = GenerationState(*next_logits(model, token, state.cache), state.made + 1)
+        return state, tokens.at[:, i].set(token)
 
     tokens = jnp.zeros((len(keys), TOKENS_PER_CALL), jnp.int32)
     return lax.fori_loop(0, count, body, (state, tokens))
 
 
-def _append(model: GPT, state: GenerationState, token: Int[Array, " batch"]) -> GenerationState:
-    ids = token.reshape(*state.cache.ids.shape[:-1], 1)
-    hidden, cache = model.extend(ids, state.cache)
-    return GenerationState(cache, _rows(model.logits(hidden)), state.made + 1)
+def drop_single(x: Shaped[Array, "batch ..."]) -> Shaped[Array, "..."]:
+    """`x` without its batch axis, if that has the length 1: of such an axis in a cache, XLA's CPU
+    compiler makes a copy of the cache at every token."""
+    return x[0] if len(x) == 1 else x
 
 
-def _rows(logits: Float[Array, "*batch 1 vocab"]) -> Float[Array, "rows vocab"]:
-    return logits.reshape(-1, logits.shape[-1])
+def next_logits(
+    model: GPT, token: Int[Array, " batch"], cache: Cache
+) -> tuple[Float[Array, "batch vocab"], Cache]:
+    """Logits of what follows `token`, and the cache with it read. The cache of a single text may
+    be without a batch axis."""
+    hidden, cache = model.extend(token.reshape(*cache.ids.shape[:-1], 1), cache)
+    return model.logits(hidden).reshape(len(token), model.vocab_size), cache
 
 
 def _read(

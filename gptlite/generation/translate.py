@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from gptlite.config import UserError, require_range
+from gptlite.generation.generate import drop_single, next_logits
 from gptlite.models.seq2seq import Seq2Seq
 from gptlite.nn.attention import Memory
 from gptlite.nn.cache import Cache, LayerCache
@@ -120,7 +121,8 @@ def _greedy_search(
         ids = ids.at[:, i].set(jnp.where(alive, best, -1))
         return i + 1, jnp.where(alive & (best != end), best, -1), cache, ids, total
 
-    cache = model.init_cache(source, source_mask=source_mask)
+    mask = None if source_mask is None else drop_single(source_mask)
+    cache = model.init_cache(drop_single(source), source_mask=mask)
     token = jnp.full(batch, start, jnp.int32)
     ids = jnp.full((batch, most), -1, jnp.int32)
     *_, ids, total = lax.while_loop(
@@ -212,8 +214,8 @@ def _next(
     model: Seq2Seq, token: Int[Array, " rows"], cache: Cache
 ) -> tuple[Float[Array, "rows vocab"], Cache]:
     """Log probabilities of what follows `token`, and the cache with it read."""
-    hidden, cache = model.decoder.extend(token[:, None], cache)
-    return jax.nn.log_softmax(model.decoder.logits(hidden)[:, 0]), cache
+    logits, cache = next_logits(model.decoder, token, cache)
+    return jax.nn.log_softmax(logits), cache
 
 
 def _reordered(cache: Cache, rows: Int[Array, " rows"]) -> Cache:

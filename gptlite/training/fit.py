@@ -126,8 +126,12 @@ def fit(
             f"The state is of step {state.step}, and training is to go on at {at.step}."
         )
     stops = training.on_nonfinite == "stop" if stop_on_nonfinite is None else stop_on_nonfinite
-    # No steps: compiles, so that the speeds below are those of steps.
-    state, _ = train_steps(state, read(at.step, 0), 0)
+    try:
+        # No steps: compiles, so that the speeds below are those of steps.
+        state, _ = train_steps(state, read(at.step, 0), 0)
+    except BaseException:
+        read.close()
+        raise
 
     def loop(state: TrainState, at: Position) -> Iterator[Progress]:
         try:

@@ -50,13 +50,16 @@ def test_cached_logits_are_the_uncached_ones_with_the_layers_apart():
         return model.logits(hidden), cache
 
     model = tiny_model().unstacked()
-    cache, parts = model.init_cache((2,)), []
-    for step in [3, 1, 1, C - 5]:
-        done = int(cache.length)
-        logits, cache = extend(model, ids[:, done : done + step], cache)
-        parts.append(logits)
-    assert int(cache.length) == C
-    np.testing.assert_allclose(jnp.concatenate(parts, axis=1), whole, atol=1e-4)
+    for leading in [(2,), (), (1, 2)]:
+        texts = ids.reshape(-1, C)[0] if leading == () else ids.reshape(*leading, C)
+        wanted = whole[0] if leading == () else whole.reshape(*leading, C, -1)
+        cache, parts = model.init_cache(leading), []
+        for step in [3, 1, 1, C - 5]:
+            done = int(cache.length)
+            logits, cache = extend(model, texts[..., done : done + step], cache)
+            parts.append(logits)
+        assert int(cache.length) == C
+        np.testing.assert_allclose(jnp.concatenate(parts, axis=-2), wanted, atol=1e-4)
 
 
 def test_a_batch_gives_what_its_rows_give_alone():
@@ -68,6 +71,12 @@ def test_a_batch_gives_what_its_rows_give_alone():
     for row in range(4):
         alone = generate(model, prompts[row : row + 1], 40, config, keys=keys[row : row + 1])
         np.testing.assert_array_equal(alone[0], together[row])
+
+
+def test_no_prompts_give_no_texts():
+    none = jnp.zeros((0, 3), jnp.int32)
+    new = generate(tiny_model(), none, 5, keys=jax.random.split(jax.random.key(0), 0))
+    assert new.shape == (0, 5)
 
 
 def test_a_prompt_read_in_more_room_than_it_takes_changes_nothing(monkeypatch):

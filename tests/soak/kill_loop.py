@@ -1,4 +1,4 @@
-"""Kill a run at random moments, most of them inside a save, and go on with it, again and again;
+"""Kill a run at random moments, inside saves and between them, and go on with it, again and again;
 then let it end, and compare it with a run that nothing happened to.
 
     python tests/soak/kill_loop.py --kills 60
@@ -90,6 +90,7 @@ def kill_loop(folder: Path, kills: int, steps: int, seed: int = 0) -> dict[str, 
         # On a busy machine none of them may have come after a save.
         if kill >= kills and counts["inside a save"] + counts["between saves"]:
             break
+        began = time.time()
         process = start(way_on(), folder, slow=True)
         assert process.stdout is not None
         said = []
@@ -98,14 +99,17 @@ def kill_loop(folder: Path, kills: int, steps: int, seed: int = 0) -> dict[str, 
             said.append(line)
             if line.startswith("step ") or (early and "run folder" in line):
                 break
-        time.sleep(chance.uniform(0.0, 3.0))
+        time.sleep(chance.uniform(0.0, 1.5))
         process.send_signal(signal.SIGKILL)
         said += process.communicate()[0]
         assert process.returncode in (-signal.SIGKILL, 0), "".join(said)
-        half = any(path.glob("checkpoints/*tmp*")) or any(path.glob(".*.part"))
+        # (What an earlier kill left half-written lies there until the first save.)
+        unfinished = [*path.glob("checkpoints/*tmp*"), *path.glob(".*.part")]
+        half = any(left.stat().st_mtime > began for left in unfinished)
         if process.returncode == 0:
             counts["too late"] += 1
-        elif half:
+            break
+        if half:
             counts["inside a save"] += 1
         elif list_steps(path / "checkpoints"):
             counts["between saves"] += 1
@@ -160,6 +164,8 @@ def main() -> None:
         steps = 60 * arguments.kills
         counts = kill_loop(Path(folder), arguments.kills, steps, arguments.seed)
         compare(Path(folder))
+    if counts["too late"]:
+        sys.exit(f"the run ended before all kills: {counts}")
     print(f"{arguments.kills} kills of a run of {steps} steps: {counts}")
     print("parameters, optimizer state, metrics and weights are those of an undisturbed run")
 
