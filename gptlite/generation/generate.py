@@ -77,7 +77,7 @@ def stream(
     room = min(context, max(SHORTEST_READ, 1 << (length - 1).bit_length()))
     padded = jnp.zeros((len(prompt), room), jnp.int32).at[:, :length].set(prompt)
     model = model.unstacked()
-    state = _start(model, drop_single(padded), jnp.asarray(length))
+    state = _start(model, padded, jnp.asarray(length))
     left = max_new_tokens
     while left > 0:
         if length == context:
@@ -89,10 +89,8 @@ def stream(
 
 
 @eqx.filter_jit
-def _start(
-    model: GPT, padded: Int[Array, "*batch room"], length: Int[Array, ""]
-) -> GenerationState:
-    hidden, cache = _read(model, padded, length)
+def _start(model: GPT, padded: Int[Array, "batch room"], length: Int[Array, ""]) -> GenerationState:
+    hidden, cache = _read(model, drop_single(padded), length)
     last = lax.dynamic_slice_in_dim(hidden, length - 1, 1, axis=-2)
     logits = model.logits(last).reshape(-1, model.vocab_size)
     return GenerationState(logits, cache, jnp.zeros((), jnp.int32))
