@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,13 @@ jax.config.update("jax_num_cpu_devices", int(os.environ["JAX_NUM_CPU_DEVICES"]))
 # Compiled programs are shared by these processes, and not kept.
 COMPILED = tempfile.TemporaryDirectory(prefix="gptlite-tests-")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", COMPILED.name)
+
+# A shell's background job, or `nohup`, ignores these signals, and what the tests start would, too.
+# (What has a handler here is at its default there.)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 @pytest.fixture(scope="module", autouse=True)
