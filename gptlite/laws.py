@@ -305,7 +305,7 @@ class _Block(_Layer):
         other = self.other if x.ndim == self.x.ndim else self.other[0]
         kind = _kind_of(cache)
         if "padding_mask" in options:
-            unused = self.capacity() - x.shape[1]
+            unused = self.capacity() - x.shape[self.seq_axis]
             options["padding_mask"] = jnp.pad(options["padding_mask"], ((0, 0), (0, unused)))
         for part in jnp.split(x, list(ends), axis=self.seq_axis):
             length = part.shape[self.seq_axis]

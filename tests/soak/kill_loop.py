@@ -21,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-# train.py, with a disk so slow that a save lasts about as long as the pause after it.
+# train.py, with a disk so slow that it is saving most of the time.
 SLOW = """
 import os, sys, time
 def slowed(function, seconds):
