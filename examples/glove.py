@@ -30,6 +30,7 @@ from gptlite.text.batches import Batches, split_windows
 from gptlite.text.corpus import load_corpus
 from gptlite.text.glove import read_glove
 from gptlite.training.loss import window_losses
+from gptlite.training.optimizer import is_parameter
 from gptlite.training.train import train
 
 WORDS = 2_000
@@ -101,7 +102,7 @@ def main(
     require(len(held_out) > 1, f"{corpus} is too short: nothing is left to validate on.")
 
     def look(model):
-        losses = eqx.filter_jit(window_losses)(model, jnp.asarray(held_out[:-1]))
+        losses, _ = eqx.filter_jit(window_losses)(model, jnp.asarray(held_out[:-1]))
         return f"validation loss {losses.mean():.4f} nats a word"
 
     for name, start, frozen in (
@@ -112,9 +113,20 @@ def main(
         print(f"a table {name}:")
         key = jax.random.key(seed)
         model = GPT(config, len(words), key=key)
-        table = Embedding(len(words), config.d_model, vectors=start, frozen=frozen, key=key)
+        table = Embedding(len(words), config.d_model, vectors=start, key=key)
         model = eqx.tree_at(lambda model: model.embedding, model, table)
-        train(model, window_losses, batches, OptimizerConfig(), training, look=look)
+        trainable = eqx.tree_at(
+            lambda model: model.embedding.weight, jax.tree.map(is_parameter, model), not frozen
+        )
+        train(
+            model,
+            window_losses,
+            batches,
+            OptimizerConfig(),
+            training,
+            trainable=trainable,
+            look=look,
+        )
     print(f"{time.perf_counter() - began:.0f} s")
 
 

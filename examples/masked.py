@@ -52,14 +52,19 @@ class MaskedLM(eqx.Module):
     def config(self) -> ModelConfig:
         return self.encoder.config
 
-    def __call__(self, ids, *, padding_mask=None, key=None):
-        return self.head(self.encoder(ids, padding_mask=padding_mask, key=key))
+    def __call__(self, ids, *, key=None):
+        return self.head(self.encoder(ids, lengths=lengths_of(ids), key=key))
+
+
+def lengths_of(ids):
+    """How many ids of each row are real: padding is -1, and stands behind them."""
+    return jnp.sum(ids >= 0, axis=-1)
 
 
 def losses(model, batch, *, label_smoothing, key):
     """`[batch, seq]`, of which `counts` says which are asked for."""
     ids, targets = batch["ids"], batch["targets"]
-    logits = model(ids, padding_mask=ids >= 0, key=key)
+    logits = model(ids, key=key)
     return cross_entropy(logits, jnp.maximum(targets, 0), label_smoothing)
 
 
@@ -156,7 +161,7 @@ def main(steps: int = 1000, seed: int = 0, corpus: str = "shakespeare") -> None:
 
     @eqx.filter_jit
     def guesses(model, ids):
-        return in_parts(lambda ids: jnp.argmax(model(ids, padding_mask=ids >= 0), axis=-1), ids)
+        return in_parts(lambda ids: jnp.argmax(model(ids), axis=-1), ids)
 
     def look(model):
         found, targets = guesses(model, jnp.asarray(asked["ids"])), asked["targets"]
@@ -171,7 +176,8 @@ def main(steps: int = 1000, seed: int = 0, corpus: str = "shakespeare") -> None:
 
         def sum_of(ids):
             real = ids >= 0
-            return jnp.sum(jnp.where(real[:, None], encoder(ids, padding_mask=real), 0), axis=0)
+            embeddings = encoder(ids, lengths=lengths_of(ids))
+            return jnp.sum(jnp.where(real[:, None], embeddings, 0), axis=0)
 
         return in_parts(sum_of, ids)
 

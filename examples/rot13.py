@@ -54,10 +54,15 @@ def rot13(words):
     return [codecs.encode(word, "rot13") for word in words]
 
 
+def lengths_of(ids):
+    """How many ids of each row are real: padding is -1, and stands behind them."""
+    return jnp.sum(ids >= 0, axis=-1)
+
+
 def losses(model, batch, *, label_smoothing, key):
     """`[batch, seq]`, padding included, which `counts` leaves out."""
     source, targets = batch["source"], batch["targets"]
-    logits = model(source, shift_right(targets, START), source_mask=source >= 0, key=key)
+    logits = model(source, shift_right(targets, START), source_lengths=lengths_of(source), key=key)
     return cross_entropy(logits, jnp.maximum(targets, 0), label_smoothing)
 
 
@@ -119,7 +124,9 @@ def main(steps: int = 2000, seed: int = 0, corpus: str = "auto") -> None:
 
     def right(model, search=greedy_search, **options):
         asked = jnp.asarray(ids_of(unseen))
-        found = search(model, asked, source_mask=asked >= 0, start=START, end=END, **options)
+        found = search(
+            model, asked, source_lengths=lengths_of(asked), start=START, end=END, **options
+        )
         return np.mean([a == b for a, b in zip(words_of(found.ids), rot13(unseen), strict=True)])
 
     def look(model):

@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from gptlite.models.summary import summary
     from gptlite.models.watch import attention_maps
     from gptlite.own import load_own
+    from gptlite.research.check_block import check_block
     from gptlite.runs.load import load_run
     from gptlite.sharding import make_mesh
-    from gptlite.testing import check_block
     from gptlite.text.batches import Batches
     from gptlite.text.corpus import load_corpus
     from gptlite.text.tokenizer import make_tokenizer
@@ -67,7 +67,7 @@ _HOMES = {
     "UserError": "config",
     "attention_maps": "models.watch",
     "beam_search": "generation.translate",
-    "check_block": "testing",
+    "check_block": "research.check_block",
     "fit": "training.fit",
     "generate": "generation.generate",
     "greedy_search": "generation.translate",

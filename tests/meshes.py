@@ -61,10 +61,14 @@ def translation_losses(model, batch, *, label_smoothing, key):
     source, targets = batch["source"], batch["targets"]
     inputs = shift_right(targets, 0)
     real = batch["real"]
-    logits = model(
-        jnp.maximum(source, 0), inputs, source_mask=source >= 0, padding_mask=real, key=key
+    logits, aux_loss = model.with_aux_loss(
+        jnp.maximum(source, 0),
+        inputs,
+        source_lengths=jnp.sum(source >= 0, axis=-1),
+        lengths=jnp.sum(real, axis=-1),
+        key=key,
     )
-    return cross_entropy(logits, targets, label_smoothing)
+    return cross_entropy(logits, targets, label_smoothing), aux_loss
 
 
 def train(

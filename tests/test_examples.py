@@ -6,9 +6,16 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
-from conftest import ROOT, TEXT
+from conftest import ROOT, TEXT, VOCAB, tiny_model
+
+from gptlite.generation.generate import generate
+from gptlite.own import load_class
+from gptlite.research.check_block import CHECKS, check_block
+
+RECURRENT = f"{ROOT / 'examples' / 'gated_linear_attention.py'}:GatedLinearAttention"
 
 # Enough words, and speakers with enough speeches.
 WORDS = " ".join(f"{a}{b}{c}" for a in "bdfgklmnprst" for b in "aeiou" for c in "bdfgklmnprstvwxyz")
@@ -43,6 +50,40 @@ def test_it_runs(tmp_path, name, text, said):
     assert done.returncode == 0, done.stderr
     assert "step 2/2" in done.stdout
     assert re.search(said, done.stdout), done.stdout
+
+
+def test_a_recurrent_state_passes_all_checks_and_serves_prompts_of_different_lengths():
+    block = load_class(RECURRENT)
+    assert set(check_block(block).checks) == set(CHECKS) - {"both ways"}
+    model = tiny_model(attention=block)
+    prompts = jax.random.randint(jax.random.key(0), (3, 9), 0, VOCAB)
+    lengths, keys = np.array([9, 1, 5]), jax.random.split(jax.random.key(1), 3)
+    together = generate(model, prompts, 20, lengths=lengths, keys=keys)
+    for row, length in enumerate(lengths):
+        prompt, key = prompts[row : row + 1, :length], keys[row : row + 1]
+        np.testing.assert_array_equal(generate(model, prompt, 20, keys=key)[0], together[row])
+
+
+def test_a_recurrent_state_trains_samples_and_resumes(tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    custom = ["--model.attention", RECURRENT]
+    shape = ["--model.n-layers", "1", "--model.d-model", "16", "--model.context-length", "16"]
+    data = ["--run", "gla", "--data.corpus", str(tmp_path / "text.txt"), *shape]
+
+    def script(name, *words):
+        done = subprocess.run(
+            [sys.executable, str(ROOT / name), *words, *custom],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    script("train.py", *data, "--training.steps", "4")
+    script("train.py", "--resume", "gla", "--training.steps", "8")
+    assert len(script("sample.py", "--prompt", "The", "--max-new-tokens", "40")) == 41
 
 
 def test_the_answers_to_reverse_are_the_ones_that_it_describes():

@@ -93,7 +93,7 @@ def test_a_class_will_do_in_python():
             return self.scale * x
 
     model: Any = GPT(dataclasses.replace(TINY, norm=Third, mlp=Third), VOCAB, key=jax.random.key(0))
-    assert type(model.norm) is type(model.stack.blocks.mlp_norm) is Third
+    assert type(model.norm) is type(model.stack.blocks.mlp_residual.norm) is Third
     assert model.stack.blocks.mlp.scale.shape == (2, 16)
     assert model(jnp.zeros(5, jnp.int32)).shape == (5, VOCAB)
 

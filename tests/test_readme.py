@@ -39,7 +39,9 @@ def test_the_block_of_ones_own_is_checked_trained_sampled_and_compared(tmp_path)
         assert done.returncode == 0, done.stderr
         said.append(done.stdout)
     checked, trained, sampled, compared = said
-    assert checked.startswith("SineMLP (layer, d_model 16, 2,048 parameters) is right: shapes, ")
+    assert checked.startswith(
+        "SineMLP (layer, d_model 16, 2,048 parameters) is right: parameters, shapes, "
+    )
     assert "code that is not gptlite's: --model.mlp my_blocks.py:SineMLP" in trained
     assert "sample.py --run runs/sine --model.mlp my_blocks.py:SineMLP --prompt=ROMEO:" in trained
     assert len(sampled) == 6

@@ -270,7 +270,7 @@ def test_summary_prints_the_table_and_trains_nothing(place, monkeypatch, capsys)
     monkeypatch.chdir(place)
     train.train(parse_train(["s", "--data.corpus", "rhyme.txt", "--summary", "--run", "two"]))
     out = capsys.readouterr().out
-    assert "stack.blocks.attention.query (x 4)" in out
+    assert "stack.blocks.attention.heads.query (x 4)" in out
     assert "FLOPs a token, training" in out
     assert not (place / "runs" / "two").exists()
 

@@ -86,13 +86,13 @@ def test_the_compiled_step_gathers_each_matrix_once_and_nothing_else(found):
 def test_parameters_are_cut_by_name_where_devices_divide_them():
     mesh = AbstractMesh((1, 2, 4), AXES)
     for path, shape, wanted in (
-        ("stack.blocks.attention.query.weight", (3, 16, 8), P(None, "tensor", "fsdp")),
-        ("stack.blocks.0.attention.output.weight", (8, 16), P("fsdp", "tensor")),
+        ("stack.blocks.attention.heads.query.weight", (3, 16, 8), P(None, "tensor", "fsdp")),
+        ("stack.blocks.0.attention.heads.output.weight", (8, 16), P("fsdp", "tensor")),
         ("mu.stack.blocks.mlp.down.weight", (3, 8, 16), P(None, "fsdp", "tensor")),
         ("embedding.weight", (20, 8), P("tensor", "fsdp")),
         ("previous.1.weight", (20, 8), P("tensor", "fsdp")),
         ("head.weight", (65, 8), P(None, "fsdp")),  # 4 does not divide 65
-        ("stack.blocks.mlp_norm.weight", (4, 8), P()),
+        ("stack.blocks.mlp_residual.norm.weight", (4, 8), P()),
         ("stack.blocks.mlp.own.weight", (3, 6, 8), P(None, None, "fsdp")),
         ("step", (), P()),
     ):

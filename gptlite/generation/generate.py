@@ -1,10 +1,9 @@
-"""Autoregressive generation with a key/value cache, in one compiled loop.
+"""Autoregressive generation with a cache, in one compiled loop.
 
-What a new token attends to: everything before it, while that fits into the context. When the
-context is full, the model forgets the older part and reads the last half of the context anew,
-from position 0. So a token sees at least the last `context_length // 2` tokens and at most
-`context_length` before it, and its logits are exactly those that the model would give for
-that stretch of text by itself, for any position encoding.
+A new token attends to everything before it, as long as that fits into the context. When the context
+of a text is full, the model forgets the older half: it reads the last half again, from position 0.
+So a token sees at least the last `context_length // 2` tokens and at most `context_length` tokens.
+Its logits are those that the model gives for that stretch of text alone, for any kind of block.
 """
 
 from collections.abc import Iterator
@@ -12,18 +11,20 @@ from collections.abc import Iterator
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Key, Shaped
 
 from gptlite.config import SamplingConfig, UserError
 from gptlite.generation.sampling import sample
 from gptlite.models.gpt import GPT
-from gptlite.nn.cache import Cache
+from gptlite.nn.cache import Cache, read_at
+from gptlite.nn.context import Rows
 
-# Tokens made in one compiled call: few enough to stream smoothly, enough to hide the call.
+# Tokens generated in one compiled call: few enough to stream smoothly, enough to hide the call.
 TOKENS_PER_CALL = 32
 
-# A prompt is read in no fewer positions than these.
+# A prompt is padded to at least so many tokens.
 SHORTEST_READ = 16
 
 
@@ -33,6 +34,7 @@ class GenerationState(eqx.Module):
     logits: Float[Array, "batch vocab"]
     cache: Cache
     made: Int[Array, ""]
+    """Tokens generated so far."""
 
 
 def generate(
@@ -41,13 +43,14 @@ def generate(
     max_new_tokens: int,
     config: SamplingConfig | None = None,
     *,
+    lengths: Int[Array | np.ndarray, " batch"] | None = None,
     keys: Key[Array, " batch"],
 ) -> Int[Array, "batch new"]:
-    """`max_new_tokens` tokens after each prompt. Each row is what it would be alone with its key.
+    """`max_new_tokens` tokens after each prompt. The arguments are those of `stream`.
 
     **Raises:** `UserError` as `stream` does.
     """
-    chunks = list(stream(model, prompt, max_new_tokens, config, keys=keys))
+    chunks = list(stream(model, prompt, max_new_tokens, config, lengths=lengths, keys=keys))
     return jnp.concatenate([jnp.zeros((len(prompt), 0), jnp.int32), *chunks], axis=1)
 
 
@@ -57,54 +60,74 @@ def stream(
     max_new_tokens: int,
     config: SamplingConfig | None = None,
     *,
+    lengths: Int[Array | np.ndarray, " batch"] | None = None,
     keys: Key[Array, " batch"],
 ) -> Iterator[Int[Array, "batch chunk"]]:
-    """`generate`, a few tokens at a time.
+    """`generate`, a few tokens at a time. Each row is what it would be alone with its key.
 
     The model's layers are taken apart first, which costs as much as some forty tokens of a small
     model. To call this often, pass `model.unstacked()`.
 
-    **Raises:** `UserError` if the prompt is empty or longer than the context.
+    **Arguments:**
+
+    - `lengths`: how many tokens of each prompt are real; padding stands behind them. Default: all.
+    - `keys`: a key for each row.
+
+    **Raises:** `UserError` if a prompt is empty or longer than the context.
     """
     context = model.config.context_length
-    length = prompt.shape[1]
-    if not 1 <= length <= context:
-        raise UserError(
-            f"The prompt must have 1 to {context} tokens (the model's context), got {length}."
-        )
+    longest = prompt.shape[1]
+    # A cache with one length for all rows is written at one place, which is faster.
+    one_length = lengths is None or not len(prompt)
+    length: np.ndarray = np.asarray(longest if one_length else lengths, np.int32)
+    for tokens in (int(length.min()), int(length.max())):
+        if not 1 <= tokens <= min(context, longest):
+            raise UserError(
+                f"The prompt must have 1 to {context} tokens (the model's context), got {tokens}."
+            )
     config = SamplingConfig() if config is None else config
     # A power of two, so that prompts of all lengths share a few programs.
-    room = min(context, max(SHORTEST_READ, 1 << (length - 1).bit_length()))
-    padded = jnp.zeros((len(prompt), room), jnp.int32).at[:, :length].set(prompt)
+    room = min(context, max(SHORTEST_READ, 1 << (longest - 1).bit_length()))
+    padded = jnp.zeros((len(prompt), room), jnp.int32).at[:, :longest].set(prompt[:, :room])
     model = model.unstacked()
     state = _start(model, padded, jnp.asarray(length))
     left = max_new_tokens
     while left > 0:
-        if length == context:
-            state, length = _forget(model, state), context // 2
-        count = min(TOKENS_PER_CALL, left, context - length)
+        if length.max() == context:
+            state = _forget(model, state)
+            length = np.where(length == context, context // 2, length)
+        count = min(TOKENS_PER_CALL, left, context - int(length.max()))
         state, tokens = _advance(model, state, keys, jnp.asarray(count), config)
         yield tokens[:, :count]
         left, length = left - count, length + count
 
 
 @eqx.filter_jit
-def _start(model: GPT, padded: Int[Array, "batch room"], length: Int[Array, ""]) -> GenerationState:
-    hidden, cache = _read(model, drop_single(padded), length)
-    last = lax.dynamic_slice_in_dim(hidden, length - 1, 1, axis=-2)
-    logits = model.logits(last).reshape(-1, model.vocab_size)
-    return GenerationState(logits, cache, jnp.zeros((), jnp.int32))
+def _start(model: GPT, padded: Int[Array, "batch room"], length: Rows) -> GenerationState:
+    padded, length = drop_single(padded), length[0] if length.shape == (1,) else length
+    hidden, cache = model.extend(padded, model.init_cache(padded.shape[:-1]), length)
+    logits = model.logits(read_at(hidden, length - 1, 1, axis=-2))
+    return GenerationState(logits.reshape(-1, model.vocab_size), cache, jnp.zeros((), jnp.int32))
 
 
 @eqx.filter_jit
 def _forget(model: GPT, state: GenerationState) -> GenerationState:
-    """Make room in a full context. (Not in `_advance`'s loop: a condition there would have the
-    cache copied at every token.)"""
-    context = model.config.context_length
-    window = state.cache.ids[..., -context:]
-    window = jnp.roll(window, context // 2 - context, axis=-1)
-    _, cache = _read(model, window, jnp.asarray(context // 2))
-    return GenerationState(state.logits, cache, state.made)
+    """Makes room in the texts whose context is full. (Not in `_advance`'s loop: a condition there
+    would copy the cache at every token.)"""
+    context, cache = model.config.context_length, state.cache
+    half = context // 2
+    window = jnp.roll(cache.ids[..., -context:], half - context, axis=-1)
+    batch = window.shape[:-1]
+    _, new = model.extend(window, model.init_cache(batch), jnp.asarray(half))
+    full = cache.length == context
+    if full.ndim:
+
+        def choose(new, old):
+            return jnp.where(full.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
+
+        new = eqx.tree_at(lambda c: c.length, new, jnp.full(batch, half, jnp.int32))
+        new = jax.tree.map(choose, new, cache)
+    return GenerationState(state.logits, new, state.made)
 
 
 @eqx.filter_jit
@@ -146,13 +169,3 @@ def next_logits(
     be without a batch axis."""
     hidden, cache = model.extend(token.reshape(*cache.ids.shape[:-1], 1), cache)
     return model.logits(hidden).reshape(len(token), model.vocab_size), cache
-
-
-def _read(
-    model: GPT, padded: Int[Array, "*batch room"], length: Int[Array, ""]
-) -> tuple[Float[Array, "*batch room d_model"], Cache]:
-    """Hidden states and cache of the first `length` ids. The rest are read too, so that one
-    program serves many lengths; being later, they are seen by none of the first, and written over
-    when their turn comes."""
-    hidden, cache = model.extend(padded, model.init_cache(padded.shape[:-1]))
-    return hidden, Cache(cache.layers, cache.ids, length)

@@ -6,13 +6,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from gptlite.config import UserError, require_range
 from gptlite.generation.generate import drop_single, next_logits
 from gptlite.models.seq2seq import Seq2Seq
 from gptlite.nn.attention import Memory
-from gptlite.nn.cache import Cache, LayerCache
+from gptlite.nn.cache import Cache
+from gptlite.nn.context import Context
 
 
 class Translation(eqx.Module):
@@ -28,7 +29,7 @@ def greedy_search(
     model: Seq2Seq,
     source: Int[Array, "batch source_seq"],
     *,
-    source_mask: Bool[Array, "batch source_seq"] | None = None,
+    source_lengths: Int[Array, " batch"] | None = None,
     start: int,
     end: int,
     max_new_tokens: int | None = None,
@@ -37,7 +38,8 @@ def greedy_search(
 
     **Arguments:**
 
-    - `source_mask`: False where there is no token.
+    - `source_lengths`: how many tokens of each source are real; padding stands behind them.
+      Default: all.
     - `start`, `end`: the token that the decoder reads first, and the one after which it stops.
     - `max_new_tokens`: stop there at the latest. By default the model's context length.
 
@@ -45,7 +47,7 @@ def greedy_search(
     vocabulary, or `max_new_tokens` is below 1 or above the model's context.
     """
     most = _check(model, source, start, end, max_new_tokens)
-    return _greedy_search(model.unstacked(), source, source_mask, start, end, most)
+    return _greedy_search(model.unstacked(), source, source_lengths, start, end, most)
 
 
 def beam_search(
@@ -54,7 +56,7 @@ def beam_search(
     *,
     beam: int = 4,
     length_penalty: float = 0.0,
-    source_mask: Bool[Array, "batch source_seq"] | None = None,
+    source_lengths: Int[Array, " batch"] | None = None,
     start: int,
     end: int,
     max_new_tokens: int | None = None,
@@ -73,7 +75,7 @@ def beam_search(
     require_range("length_penalty", length_penalty, 0.0, 10.0)
     most = _check(model, source, start, end, max_new_tokens)
     model = model.unstacked()
-    return _beam_search(model, source, source_mask, start, end, most, beam, length_penalty)
+    return _beam_search(model, source, source_lengths, start, end, most, beam, length_penalty)
 
 
 def _check(
@@ -101,7 +103,7 @@ def _check(
 def _greedy_search(
     model: Seq2Seq,
     source: Int[Array, "batch source_seq"],
-    source_mask: Bool[Array, "batch source_seq"] | None,
+    source_lengths: Int[Array, " batch"] | None,
     start: int,
     end: int,
     most: int,
@@ -121,8 +123,8 @@ def _greedy_search(
         ids = ids.at[:, i].set(jnp.where(alive, best, -1))
         return i + 1, jnp.where(alive & (best != end), best, -1), cache, ids, total
 
-    mask = None if source_mask is None else drop_single(source_mask)
-    cache = model.init_cache(drop_single(source), source_mask=mask)
+    lengths = None if source_lengths is None else drop_single(source_lengths)
+    cache = model.init_cache(drop_single(source), lengths)
     token = jnp.full(batch, start, jnp.int32)
     ids = jnp.full((batch, most), -1, jnp.int32)
     *_, ids, total = lax.while_loop(
@@ -148,7 +150,7 @@ class _Beam(eqx.Module):
 def _beam_search(
     model: Seq2Seq,
     source: Int[Array, "batch source_seq"],
-    source_mask: Bool[Array, "batch source_seq"] | None,
+    source_lengths: Int[Array, " batch"] | None,
     start: int,
     end: int,
     most: int,
@@ -192,14 +194,15 @@ def _beam_search(
             made=state.made + 1,
         )
 
-    memory = model.encode(source, source_mask=source_mask)
-    repeated = [None if x is None else jnp.repeat(x, beam, axis=0) for x in (memory, source_mask)]
+    memory = model.encode(source, source_lengths)
+    memory, lengths = (
+        None if x is None else jnp.repeat(x, beam, axis=0) for x in (memory, source_lengths)
+    )
+    context = Context(memory=memory, memory_lengths=lengths)
     # One beginning, so that no two are the same.
     total = jnp.full((batch, beam), -jnp.inf).at[:, 0].set(0.0)
     state = _Beam(
-        cache=model.decoder.init_cache(
-            (batch * beam,), memory=repeated[0], memory_mask=repeated[1]
-        ),
+        cache=model.decoder.init_cache((batch * beam,), context),
         token=jnp.full((batch, beam), start, jnp.int32),
         ids=jnp.full((batch, beam, most), -1, jnp.int32),
         total=total,
@@ -219,20 +222,13 @@ def _next(
 
 
 def _reordered(cache: Cache, rows: Int[Array, " rows"]) -> Cache:
-    """`cache` with the sequences `rows` in place of all. What a decoder remembers of its source is
-    the same for all that may change places."""
+    """`cache` with the sequences `rows` in place of all. What a layer keeps of the source stays: it
+    is the same for all sequences that may change places."""
 
-    def reorder(node: Any) -> Any:
-        if isinstance(node, LayerCache):
-            return node.take(rows)
-        if isinstance(node, Memory):
-            return node
-        raise UserError(
-            "Beam search reorders the cache of the package's own attention, a LayerCache, and this "
-            "model's attention has another."
-        )
+    def is_memory(node: Any) -> bool:
+        return isinstance(node, Memory)
 
     layers = jax.tree.map(
-        reorder, cache.layers, is_leaf=lambda node: isinstance(node, LayerCache | Memory)
+        lambda node: node if is_memory(node) else node[rows], cache.layers, is_leaf=is_memory
     )
     return Cache(layers, cache.ids[rows], cache.length)

@@ -2,23 +2,24 @@
 
 import functools
 
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from gptlite.config import ModelConfig
-from gptlite.models.parts import make_block
+from gptlite.models.build import make_block
 from gptlite.models.transformer import Transformer
+from gptlite.nn.context import Context, Rows
 
 
 class Encoder(Transformer):
     """A stack of blocks in which every token sees every other (Vaswani et al., 2017, section 3.1;
     by itself: Devlin et al., 2019, "BERT").
 
-    From ids to one vector a token, which knows of all the others. `config.block`'s post-norm has no
-    final norm, as in the paper.
+    From ids to one vector for each token, which depends on all tokens. With post-norm blocks there
+    is no final norm, as in the paper.
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int, *, key: PRNGKeyArray):
-        """`vocab_size`: ids, those of tokens that only mask included.
+        """`vocab_size` includes ids that only mask.
 
         **Raises:** `UserError` if `config` describes a part that cannot look both ways.
         """
@@ -34,10 +35,20 @@ class Encoder(Transformer):
         self,
         ids: Int[Array, "*batch seq"],
         *,
-        padding_mask: Bool[Array, "*batch seq"] | None = None,
+        lengths: Rows | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "*batch seq d_model"]:
-        """`padding_mask` is False where there is no token, before or after a sequence's own, which
-        get what they would without such places; what comes out there means nothing. `key` switches
-        dropout on."""
-        return self._read(ids, padding_mask, key)
+        """The first `lengths` ids of a sequence are real (default: all). Padding stands behind them
+        and changes nothing for them; its own vectors mean nothing. `key` switches dropout on."""
+        return self.with_aux_loss(ids, lengths=lengths, key=key)[0]
+
+    def with_aux_loss(
+        self,
+        ids: Int[Array, "*batch seq"],
+        *,
+        lengths: Rows | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> tuple[Float[Array, "*batch seq d_model"], Float[Array, ""]]:
+        """The output of a call, and what a mixture of experts adds to the training loss."""
+        hidden, _, aux_loss = self._run(ids, None, None, Context(lengths=lengths), key)
+        return hidden, aux_loss

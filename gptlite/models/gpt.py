@@ -6,15 +6,14 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from gptlite.config import ModelConfig, UserError
-from gptlite.models.parts import make_block
+from gptlite.models.build import make_block
 from gptlite.models.transformer import Transformer
-from gptlite.nn.cache import Cache
+from gptlite.nn.cache import Cache, read_at, write_at
+from gptlite.nn.context import WHOLE_SEQUENCE, Context, Rows
 from gptlite.nn.linear import Linear, project
-from gptlite.nn.softcap import SoftCap
 from gptlite.nn.stack import Layers, Stack
 from gptlite.sharding import constrain, gathered
 
@@ -22,16 +21,14 @@ from gptlite.sharding import constrain, gathered
 class GPT(Transformer):
     """Embedding, a stack of blocks, a final norm and a head (Radford et al., 2019).
 
-    From ids to the next token's logits at every position. One sequence or a batch, the same
-    answer: leading axes are whatever they are.
+    From ids to the next token's logits at every position, for one sequence or for any batch.
 
     Measured: a tied head 0.016 ± 0.008 nats worse; without the embeddings of earlier tokens
-    (`embed_previous`) 0.073 ± 0.009 nats worse; with biases no difference found (-0.002 ± 0.006)
-    (benchmarks/blocks.md).
+    (`embed_previous`) 0.073 ± 0.009 nats worse; with biases no difference found (-0.002 ± 0.006);
+    with logits capped at 15 no difference found (-0.003 ± 0.006) (benchmarks/blocks.md).
     """
 
     head: Linear | None
-    cap: SoftCap | None
     vocab_size: int = eqx.field(static=True)
 
     def __init__(
@@ -46,8 +43,8 @@ class GPT(Transformer):
     ):
         """**Arguments:**
 
-        - `padded_vocab_size`: rows of the embedding and the head, where a round number is wanted
-          for speed; ids from `vocab_size` up are never predicted. Default: `vocab_size`.
+        - `padded_vocab_size`: rows of the embedding and the head, where a round number is faster.
+          Ids from `vocab_size` up are never predicted. Default: `vocab_size`.
         - `make_block`, `final_norm`: see `Transformer`.
 
         **Raises:** `UserError` if `vocab_size` is below 1 or above `padded_vocab_size`.
@@ -61,85 +58,76 @@ class GPT(Transformer):
         super().__init__(config, rows, make_block, final_norm=final_norm, key=key)
         self.vocab_size = vocab_size
         head_key = jax.random.split(key, 4)[3]
-        head_std = 0.02 if config.init == "gpt2" else 0.0
+        std = 0.02 if config.init == "gpt2" else 0.0
         self.head = (
-            None if config.tied_head else Linear(config.d_model, rows, std=head_std, key=head_key)
+            None if config.tied_head else Linear(config.d_model, rows, std=std, key=head_key)
         )
-        self.cap = None if config.logit_cap is None else SoftCap(config.logit_cap)
-
-    def hidden(
-        self,
-        ids: Int[Array, "*batch seq"],
-        *,
-        padding_mask: Bool[Array, "*batch seq"] | None = None,
-        key: PRNGKeyArray | None = None,
-        **shared: Any,
-    ) -> Float[Array, "*batch seq d_model"]:
-        """What the head reads.
-
-        `padding_mask` is False where there is no token, before or after a sequence's own, which
-        get what they would without such places. `key` switches dropout on. Every block is given
-        `shared`.
-        """
-        return self._read(ids, padding_mask, key, **shared)
-
-    def extend(
-        self,
-        ids: Int[Array, "*batch seq"],
-        cache: Cache,
-        *,
-        padding_mask: Bool[Array, "*batch capacity"] | None = None,
-    ) -> tuple[Float[Array, "*batch seq d_model"], Cache]:
-        """`hidden` for ids that follow the tokens in `cache`, and the cache with them added.
-
-        They must fit: `cache.length + seq` may not exceed the context length. `padding_mask` is
-        for all places of the cache.
-        """
-        back = len(self.previous)
-        ids = ids.astype(cache.ids.dtype)
-        if padding_mask is not None:
-            here = lax.dynamic_slice_in_dim(padding_mask, cache.length, ids.shape[-1], axis=-1)
-            ids = jnp.where(here, ids, -1)
-        before = lax.dynamic_slice_in_dim(cache.ids, cache.length, back, axis=-1)
-        hidden, layers = self._run(ids, before, cache.layers, cache.length, padding_mask, None)
-        all_ids = lax.dynamic_update_slice_in_dim(cache.ids, ids, cache.length + back, axis=-1)
-        return hidden, Cache(layers, all_ids, cache.length + ids.shape[-1])
-
-    def logits(
-        self, hidden: Float[Array, "*batch seq d_model"]
-    ) -> Float[Array, "*batch seq vocab"]:
-        """The head, padding of the vocabulary cut off; at least float32."""
-        if self.head is None:
-            weight = gathered(self.embedding, "embedding").table
-        else:
-            weight = gathered(self.head, "head").weight
-        logits = constrain(project(hidden, weight), "batch", None, "vocab")[..., : self.vocab_size]
-        return logits if self.cap is None else self.cap(logits)
 
     def __call__(
         self,
         ids: Int[Array, "*batch seq"],
         *,
-        padding_mask: Bool[Array, "*batch seq"] | None = None,
+        lengths: Rows | None = None,
         key: PRNGKeyArray | None = None,
-        **shared: Any,
     ) -> Float[Array, "*batch seq vocab"]:
-        """Logits of the token after each. For the arguments, see `hidden`."""
-        return self.logits(self.hidden(ids, padding_mask=padding_mask, key=key, **shared))
+        """Logits of the token after each. The first `lengths` ids of a sequence are real (default:
+        all); padding stands behind them. `key` switches dropout on."""
+        return self.with_aux_loss(ids, Context(lengths=lengths), key=key)[0]
+
+    def with_aux_loss(
+        self,
+        ids: Int[Array, "*batch seq"],
+        context: Context = WHOLE_SEQUENCE,
+        *,
+        key: PRNGKeyArray | None = None,
+    ) -> tuple[Float[Array, "*batch seq vocab"], Float[Array, ""]]:
+        """The logits, and what a mixture of experts adds to the training loss. Every layer is given
+        `context`."""
+        hidden, _, aux_loss = self._run(ids, None, None, context, key)
+        return self.logits(hidden), aux_loss
+
+    def extend(
+        self, ids: Int[Array, "*batch seq"], cache: Cache, lengths: Rows | None = None
+    ) -> tuple[Float[Array, "*batch seq d_model"], Cache]:
+        """Hidden states of ids that follow the tokens in `cache`, and the cache with them added.
+
+        The first `lengths` ids of a sequence are real (default: all). All must fit: `cache.length +
+        seq` may not exceed the context length.
+        """
+        seq, back = ids.shape[-1], len(self.previous)
+        before = read_at(cache.ids, cache.length, back, axis=-1)
+        context = Context(start=cache.length, lengths=lengths)
+        hidden, layers, _ = self._run(ids, before, cache.layers, context, None)
+        ids = ids.astype(cache.ids.dtype)
+        all_ids = write_at(cache.ids, ids, cache.length + back, axis=-1)
+        return hidden, Cache(
+            layers or (), all_ids, cache.length + (seq if lengths is None else lengths)
+        )
+
+    def logits(
+        self, hidden: Float[Array, "*batch seq d_model"]
+    ) -> Float[Array, "*batch seq vocab"]:
+        """The logits of hidden states, in at least float32."""
+        table = self.embedding if self.head is None else self.head
+        weight = gathered(table, "embedding" if self.head is None else "head").weight
+        logits = constrain(project(hidden, weight), "batch", None, "vocab")[..., : self.vocab_size]
+        # A smooth bound (Bello et al., 2016; Gemma 2, 2024).
+        cap = self.config.logit_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def unstacked(self) -> "GPT":
-        """The same model with its layers apart, in memory of their own, unless they are to be
-        scanned. For loops: taken apart inside one, they would be copied at every turn."""
-        if isinstance(self.stack, Layers) or self.stack.scan:
+        """The same model with each layer's arrays apart. For loops over tokens: in there, arrays
+        that are taken apart would be copied at every token."""
+        if isinstance(self.stack, Layers):
             return self
         return eqx.tree_at(
             lambda model: model.stack, self, eqx.filter_jit(Stack.unstack)(self.stack)
         )
 
-    def init_cache(self, batch: tuple[int, ...] = (), **shared: Any) -> Cache:
-        """An empty cache for `context_length` tokens with the leading axes `batch`. Every block is
-        given `shared`."""
-        context, dtype = self.config.context_length, self.embedding.weight.dtype
-        layers = self.stack.init_cache(batch, context, dtype, **shared)
-        ids = jnp.full((*batch, len(self.previous) + context), -1, jnp.int32)
+    def init_cache(self, batch: tuple[int, ...] = (), context: Context = WHOLE_SEQUENCE) -> Cache:
+        """An empty cache for `context_length` tokens of sequences with the leading axes `batch`.
+        Every layer is given `context`."""
+        capacity, dtype = self.config.context_length, self.embedding.weight.dtype
+        layers = self.stack.init_cache(batch, capacity, dtype, context)
+        ids = jnp.full((*batch, len(self.previous) + capacity), -1, jnp.int32)
         return Cache(layers, ids, jnp.zeros((), jnp.int32))

@@ -1,27 +1,29 @@
 """The encoder-decoder."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from gptlite.config import ModelConfig
+from gptlite.models.build import make_block
 from gptlite.models.encoder import Encoder
 from gptlite.models.gpt import GPT
-from gptlite.models.parts import make_decoder_block
 from gptlite.nn.cache import Cache
+from gptlite.nn.context import Context, Rows
 
 
 class Seq2Seq(eqx.Module):
-    """An encoder that reads the source, and a decoder that writes the target, each of whose layers
-    also looks at what the encoder has made (Vaswani et al., 2017, section 3).
+    """An encoder that reads the source, and a decoder that writes the target. Each layer of the
+    decoder also attends to the encoder's output (Vaswani et al., 2017, section 3).
 
-    `config` is for both, `n_layers` each. The paper's model is `config.VASWANI`.
+    `config` is for both, with `n_layers` each. The paper's model is `config.VASWANI`.
     """
 
     encoder: Encoder
     decoder: GPT
-    shares_embedding: bool = eqx.field(static=True)
 
     def __init__(
         self,
@@ -48,77 +50,88 @@ class Seq2Seq(eqx.Module):
         self.decoder = GPT(
             config,
             target_vocab_size,
-            make_block=make_decoder_block,
+            make_block=functools.partial(make_block, causal=True, cross_attention=True),
             final_norm=config.block != "post",
             key=decoder_key,
         )
-        # What stands in two places of a pytree would be trained as two.
+        # An array that stands in two places of a pytree would be trained as two.
         self.encoder = (
             eqx.tree_at(lambda e: e.embedding, encoder, None) if share_embedding else encoder
         )
-        self.shares_embedding = share_embedding
 
     @property
     def config(self) -> ModelConfig:
         """That of both halves."""
         return self.decoder.config
 
-    def encode(
-        self,
-        source: Int[Array, "*batch source_seq"],
-        *,
-        source_mask: Bool[Array, "*batch source_seq"] | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "*batch source_seq d_model"]:
-        """What the decoder looks at. `source_mask` is False where there is no token."""
-        encoder = self.encoder
-        if self.shares_embedding:
-            encoder = eqx.tree_at(
-                lambda e: e.embedding, encoder, self.decoder.embedding, is_leaf=lambda x: x is None
-            )
-        return encoder(source, padding_mask=source_mask, key=key)
+    @property
+    def shares_embedding(self) -> bool:
+        """Whether source and target have one table."""
+        return self.encoder.embedding is None
 
     def __call__(
         self,
         source: Int[Array, "*batch source_seq"],
         inputs: Int[Array, "*batch seq"],
         *,
-        source_mask: Bool[Array, "*batch source_seq"] | None = None,
-        padding_mask: Bool[Array, "*batch seq"] | None = None,
+        source_lengths: Rows | None = None,
+        lengths: Rows | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "*batch seq vocab"]:
-        """Logits of the target's token after each of `inputs`, which are the target behind a start
+        """Logits of the target's token after each of `inputs`, which are the target after a start
         token: see `shift_right`.
 
-        The masks are False where there is no token; `key` switches dropout on.
+        The first `source_lengths` ids of a source and the first `lengths` ids of `inputs` are real
+        (default: all); padding stands behind them. `key` switches dropout on.
         """
-        encoder_key, decoder_key = (None, None) if key is None else jax.random.split(key)
-        memory = self.encode(source, source_mask=source_mask, key=encoder_key)
-        return self.decoder(
-            inputs,
-            padding_mask=padding_mask,
-            key=decoder_key,
-            memory=memory,
-            memory_mask=source_mask,
-        )
+        options = {"source_lengths": source_lengths, "lengths": lengths, "key": key}
+        return self.with_aux_loss(source, inputs, **options)[0]
 
-    def init_cache(
+    def with_aux_loss(
         self,
         source: Int[Array, "*batch source_seq"],
+        inputs: Int[Array, "*batch seq"],
         *,
-        source_mask: Bool[Array, "*batch source_seq"] | None = None,
+        source_lengths: Rows | None = None,
+        lengths: Rows | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> tuple[Float[Array, "*batch seq vocab"], Float[Array, ""]]:
+        """The logits, and what mixtures of experts add to the training loss."""
+        encoder_key, decoder_key = (None, None) if key is None else jax.random.split(key)
+        memory, aux_loss = self._whole_encoder().with_aux_loss(
+            source, lengths=source_lengths, key=encoder_key
+        )
+        context = Context(lengths=lengths, memory=memory, memory_lengths=source_lengths)
+        logits, more = self.decoder.with_aux_loss(inputs, context, key=decoder_key)
+        return logits, aux_loss + more
+
+    def encode(
+        self, source: Int[Array, "*batch source_seq"], source_lengths: Rows | None = None
+    ) -> Float[Array, "*batch source_seq d_model"]:
+        """The encoder's output."""
+        return self._whole_encoder()(source, lengths=source_lengths)
+
+    def init_cache(
+        self, source: Int[Array, "*batch source_seq"], source_lengths: Rows | None = None
     ) -> Cache:
-        """A cache that has read `source`, with room for `context_length` tokens of the target, for
-        `decoder.extend`."""
-        memory = self.encode(source, source_mask=source_mask)
-        return self.decoder.init_cache(source.shape[:-1], memory=memory, memory_mask=source_mask)
+        """A cache for `decoder.extend` that has read `source`, with room for `context_length`
+        tokens of the target."""
+        context = Context(memory=self.encode(source, source_lengths), memory_lengths=source_lengths)
+        return self.decoder.init_cache(source.shape[:-1], context)
 
     def unstacked(self) -> "Seq2Seq":
         """See `GPT.unstacked`."""
         return eqx.tree_at(lambda model: model.decoder, self, self.decoder.unstacked())
 
+    def _whole_encoder(self) -> Encoder:
+        if not self.shares_embedding:
+            return self.encoder
+        return eqx.tree_at(
+            lambda e: e.embedding, self.encoder, self.decoder.embedding, is_leaf=lambda x: x is None
+        )
+
 
 def shift_right(targets: Int[Array, "*batch seq"], start: int) -> Int[Array, "*batch seq"]:
-    """What the decoder reads while it learns `targets`: a start token, and all but the last."""
+    """What the decoder reads to learn `targets`: a start token, and all but the last."""
     first = jnp.full((*targets.shape[:-1], 1), start, targets.dtype)
     return jnp.concatenate([first, targets[..., :-1]], axis=-1)

@@ -7,13 +7,15 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from gptlite.config import ModelConfig
-from gptlite.models.parts import make_norm
+from gptlite.models.build import make_norm
+from gptlite.nn.block import drop
+from gptlite.nn.context import Context
 from gptlite.nn.embedding import Embedding
-from gptlite.nn.positions import Learned, NoPositions, Offset, Sinusoidal
-from gptlite.nn.stack import Layers, Stack
+from gptlite.nn.positions import Learned, NoPositions, Sinusoidal
+from gptlite.nn.stack import Caches, Layers, Stack
 from gptlite.sharding import constrain, gathered
 
 
@@ -22,10 +24,9 @@ class Transformer(eqx.Module):
 
     embedding: Embedding
     previous: tuple[Embedding, ...]
-    positions: Callable
-    dropout: eqx.nn.Dropout
+    positions: Learned | Sinusoidal | NoPositions
     stack: Stack | Layers
-    norm: Callable
+    norm: Any
     config: ModelConfig = eqx.field(static=True)
 
     def __init__(
@@ -37,13 +38,13 @@ class Transformer(eqx.Module):
         final_norm: bool = True,
         key: PRNGKeyArray,
     ):
-        """`rows`: of the embedding. `make_block(config, key)` makes a layer. Without `final_norm`,
-        what comes out of the last layer is all."""
+        """`rows` is that of the embedding. `make_block(config, key)` makes a layer. Without
+        `final_norm`, the output of the last layer is returned as it is."""
         embedding_key, positions_key, stack_key, _ = jax.random.split(key, 4)
         d_model = config.d_model
         self.config = config
         scale = math.sqrt(d_model) if config.scale_embedding else 1.0
-        # A head that shares the embedding's matrix wants it small: logits start near 0.
+        # A head that shares the embedding's matrix needs it small: logits start near 0.
         std = 0.02 if config.init == "gpt2" or config.tied_head else 1.0
         if config.scale_embedding:
             std = 1.0 / scale
@@ -56,7 +57,6 @@ class Transformer(eqx.Module):
             self.positions = Learned(config.context_length, d_model, std=std, key=positions_key)
         else:
             self.positions = Sinusoidal() if config.positions == "sinusoidal" else NoPositions()
-        self.dropout = eqx.nn.Dropout(config.dropout)
         self.stack = Stack(
             lambda key: make_block(config, key),
             config.n_layers,
@@ -69,44 +69,28 @@ class Transformer(eqx.Module):
     def _run(
         self,
         ids: Int[Array, "*batch seq"],
-        before: Int[Array, "*batch back"],
-        caches: PyTree,
-        offset: Offset,
-        padding_mask: Bool[Array, "*batch places"] | None,
+        before: Int[Array, "*batch back"] | None,
+        caches: Caches,
+        context: Context,
         key: PRNGKeyArray | None,
-        **shared: Any,
-    ) -> tuple[Float[Array, "*batch seq d_model"], PyTree]:
-        """Hidden states of ids at positions from `offset` on, which follow `before`, and caches
-        with them added. Every block is given `shared`."""
+    ) -> tuple[Float[Array, "*batch seq d_model"], Caches, Float[Array, ""]]:
+        """Hidden states of ids that follow `before`, caches with them added, and the auxiliary
+        loss. Without `before`, the sequence begins with `ids`."""
         embedding_key, stack_key = (None, None) if key is None else jax.random.split(key)
-        back, seq = before.shape[-1], ids.shape[-1]
-        first = offset
-        if padding_mask is not None:
-            shared["padding_mask"] = padding_mask
-            # A sequence begins at its first token.
-            first = offset - jnp.argmax(padding_mask, axis=-1)
-        x = gathered(self.embedding, "embedding")(ids)
+        back, seq = len(self.previous), ids.shape[-1]
+        if before is None:
+            before = jnp.full((*ids.shape[:-1], back), -1, ids.dtype)
         with_before = jnp.concatenate([before, ids], axis=-1)
+        x = gathered(self.embedding, "embedding")(ids)
         for lag, embedding in enumerate(self.previous, start=1):
-            x = x + gathered(embedding, "embedding")(
-                with_before[..., back - lag : back - lag + seq]
-            )
-        x = constrain(self.positions(x, first), "batch", None, None)
-        x = self.dropout(x, key=embedding_key, inference=key is None)
+            earlier = with_before[..., back - lag : back - lag + seq]
+            x = x + gathered(embedding, "embedding")(earlier)
+        x = constrain(self.positions(x, context.start), "batch", None, None)
+        x = drop(x, self.config.dropout, embedding_key)
         if self.config.value_residual:
-            shared["first_values"] = self.stack.first.first_values(x)
-        x, caches = self.stack(x, caches, offset, key=stack_key, **shared)
-        return self.norm(x), caches
-
-    def _read(
-        self,
-        ids: Int[Array, "*batch seq"],
-        padding_mask: Bool[Array, "*batch seq"] | None,
-        key: PRNGKeyArray | None,
-        **shared: Any,
-    ) -> Float[Array, "*batch seq d_model"]:
-        """Hidden states of whole sequences."""
-        if padding_mask is not None:
-            ids = jnp.where(padding_mask, ids, -1)
-        nothing = jnp.full((*ids.shape[:-1], len(self.previous)), -1, ids.dtype)
-        return self._run(ids, nothing, None, 0, padding_mask, key, **shared)[0]
+            first = self.stack.first.first_values(x)
+            context = eqx.tree_at(
+                lambda c: c.first_values, context, first, is_leaf=lambda x: x is None
+            )
+        x, caches, aux_loss = self.stack(x, caches, context, key=stack_key)
+        return self.norm(x), caches, aux_loss

@@ -1,34 +1,39 @@
 """The blocks, each from `[*batch, seq, d_model]` to the same shape, knowing no neighbour."""
 
-from gptlite.nn.attention import Attention, CrossAttention, Memory, ValueResidual
-from gptlite.nn.block import Block, ParallelBlock, PostNormBlock, SandwichBlock
-from gptlite.nn.cache import Cache, LayerCache
-from gptlite.nn.decoder_block import DecoderBlock, DecoderCache, PostNormDecoderBlock
-from gptlite.nn.dot_product import attend, attention_weights
+from gptlite.nn.attention import Attention, CrossAttention, Heads, Memory, ValueResidual
+from gptlite.nn.block import (
+    Block,
+    BlockCache,
+    ParallelBlock,
+    PostNorm,
+    PreNorm,
+    SandwichNorm,
+)
+from gptlite.nn.cache import Cache, KVCache
+from gptlite.nn.context import WHOLE_SEQUENCE, Context
+from gptlite.nn.dot_product import attend, causal_mask
 from gptlite.nn.embedding import Embedding
 from gptlite.nn.linear import Linear
-from gptlite.nn.masks import Bidirectional, Causal, SlidingWindow
 from gptlite.nn.mlp import MLP, GatedMLP, MoE
 from gptlite.nn.norms import DyT, LayerNorm, RMSNorm
 from gptlite.nn.positions import ALiBi, Learned, NoPositions, RelativeBias, Rotary, Sinusoidal
-from gptlite.nn.softcap import SoftCap
 from gptlite.nn.stack import Layers, Stack
 
 __all__ = [
     "MLP",
+    "WHOLE_SEQUENCE",
     "ALiBi",
     "Attention",
-    "Bidirectional",
     "Block",
+    "BlockCache",
     "Cache",
-    "Causal",
+    "Context",
     "CrossAttention",
-    "DecoderBlock",
-    "DecoderCache",
     "DyT",
     "Embedding",
     "GatedMLP",
-    "LayerCache",
+    "Heads",
+    "KVCache",
     "LayerNorm",
     "Layers",
     "Learned",
@@ -37,17 +42,15 @@ __all__ = [
     "MoE",
     "NoPositions",
     "ParallelBlock",
-    "PostNormBlock",
-    "PostNormDecoderBlock",
+    "PostNorm",
+    "PreNorm",
     "RMSNorm",
     "RelativeBias",
     "Rotary",
-    "SandwichBlock",
+    "SandwichNorm",
     "Sinusoidal",
-    "SlidingWindow",
-    "SoftCap",
     "Stack",
     "ValueResidual",
     "attend",
-    "attention_weights",
+    "causal_mask",
 ]

@@ -1,191 +1,258 @@
-"""The transformer block: attention and MLP on a residual stream, in the orders that are in use."""
+"""The transformer block: branches that are added to the residual stream."""
 
-import abc
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from gptlite.config import UserError
-from gptlite.nn.positions import Offset
+from gptlite.nn.attention import Memory
+from gptlite.nn.context import WHOLE_SEQUENCE, Context, Rows
 
 
-class Branches(eqx.Module):
-    """What all blocks have in common; what tells them apart is `arrange`.
+class PreNorm(eqx.Module):
+    """`x + branch(norm(x))` (Xiong et al., 2020, fig. 1b)."""
 
-    Built from parts: `mlp` and the norms are any modules from `[*batch, seq, d_model]` to the same
-    shape; `attention` has `Attention`'s call.
+    norm: Any
+
+    def before(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
+        """The input of the branch."""
+        return self.norm(x)
+
+    def after(self, x: Float[Array, "*batch d"], y: Array) -> Float[Array, "*batch d"]:
+        """The residual stream `x` with the branch's output `y`."""
+        return x + y
+
+
+class PostNorm(eqx.Module):
+    """`norm(x + branch(x))` (Vaswani et al., 2017, section 3.1).
+
+    Measured: against pre-norm, no difference found (-0.002 ± 0.002) (benchmarks/blocks.md).
+    """
+
+    norm: Any
+
+    def before(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
+        """The input of the branch."""
+        return x
+
+    def after(self, x: Float[Array, "*batch d"], y: Array) -> Float[Array, "*batch d"]:
+        """The residual stream `x` with the branch's output `y`."""
+        return self.norm(x + y)
+
+
+class SandwichNorm(eqx.Module):
+    """`x + norm_out(branch(norm(x)))` (Ding et al., 2021, "CogView", section 2.4).
+
+    Measured: against pre-norm, 0.032 ± 0.010 nats worse (benchmarks/blocks.md).
+    """
+
+    norm: Any
+    norm_out: Any
+
+    def before(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
+        """The input of the branch."""
+        return self.norm(x)
+
+    def after(self, x: Float[Array, "*batch d"], y: Array) -> Float[Array, "*batch d"]:
+        """The residual stream `x` with the branch's output `y`."""
+        return x + self.norm_out(y)
+
+
+Residual = PreNorm | PostNorm | SandwichNorm
+
+
+class BlockCache(eqx.Module):
+    """What a block with cross-attention keeps."""
+
+    attention: Any
+    memory: Memory
+
+
+class Block(eqx.Module):
+    """Attention, in a decoder that reads an encoder also cross-attention, and an MLP. Each of them
+    has a residual connection.
+
+    - `attention` is any module with the call and the `init_cache` of `Attention`.
+    - `cross_attention` is a `CrossAttention`, or None.
+    - `mlp` is any module from `[*batch, seq, d_model]` to the same shape. If it has a method
+      `aux_loss(x, lengths)`, as `MoE` has, the block returns what that returns.
     """
 
     attention: Any
-    mlp: Callable
-    dropout: eqx.nn.Dropout
+    attention_residual: Residual
+    mlp: Any
+    mlp_residual: Residual
+    cross_attention: Any = None
+    cross_residual: Residual | None = None
+    dropout: float = eqx.field(static=True, default=0.0)
 
-    def init_cache(self, batch: tuple[int, ...], capacity: int, dtype: DTypeLike) -> Any:
-        """An empty cache for sequences with the leading axes `batch`."""
-        return self.attention.init_cache(batch, capacity, dtype)
+    def init_cache(
+        self,
+        batch: tuple[int, ...],
+        capacity: int,
+        dtype: DTypeLike,
+        context: Context = WHOLE_SEQUENCE,
+    ) -> Any:
+        """An empty cache for sequences with the leading axes `batch`. With cross-attention, it
+        holds `context.memory`."""
+        cache = self.attention.init_cache(batch, capacity, dtype)
+        if self.cross_attention is None:
+            return cache
+        return BlockCache(cache, self._read_memory(context))
 
     def first_values(self, x: Float[Array, "*batch seq d_model"]) -> Float[Array, "*batch seq d"]:
         """See `Attention`."""
-        return self.attention.first_values(self.attention_input(x))
+        return self.attention.first_values(self.attention_residual.before(x))
 
     def __call__(
         self,
         x: Float[Array, "*batch seq d_model"],
         cache: Any = None,
-        offset: Offset = 0,
+        context: Context = WHOLE_SEQUENCE,
         *,
         key: PRNGKeyArray | None = None,
-        **shared: Any,
-    ) -> tuple[Float[Array, "*batch seq d_model"], Any]:
-        """`cache` and `offset` as in `Attention`; `key` switches dropout on; `shared` is the same
-        for all layers and goes to the attention as it is (`padding_mask`, `first_values`)."""
-        keys = split(key, 3)
-        h = self.attention_input(x)
-        out = self.attention(h, cache, offset, key=keys[0], **shared)
-        y, cache = require_pair(self.attention, out, h)
+    ) -> tuple[Float[Array, "*batch seq d_model"], Any, Float[Array, ""]]:
+        """The output, the cache with `x` added (None without a cache), and the auxiliary loss.
+        `key` switches dropout on.
 
-        def drop(y, key):
-            return self.dropout(y, key=key, inference=key is None)
+        **Raises:** `ValueError` (while tracing) if there is cross-attention, and neither a cache
+        nor `context.memory`.
+        """
+        keys = split_key(key, 5)
+        own = cache.attention if isinstance(cache, BlockCache) else cache
+        h = self.attention_residual.before(x)
+        y, own = call_attention(self.attention, h, own, context, keys[0])
+        x = self.attention_residual.after(x, drop(y, self.dropout, keys[1]))
+        if self.cross_attention is None or self.cross_residual is None:
+            cache = own
+        else:
+            memory = self._read_memory(context) if cache is None else cache.memory
+            y = self.cross_attention(self.cross_residual.before(x), memory, key=keys[2])
+            x = self.cross_residual.after(x, drop(y, self.dropout, keys[3]))
+            cache = None if cache is None else BlockCache(own, memory)
+        h = self.mlp_residual.before(x)
+        y, aux_loss = call_mlp(self.mlp, h, context.lengths)
+        return self.mlp_residual.after(x, drop(y, self.dropout, keys[4])), cache, aux_loss
 
-        def mlp(h):
-            return drop(run_mlp(self.mlp, h, cache, **shared), keys[2])
-
-        return self.arrange(x, drop(y, keys[1]), mlp), cache
-
-    @abc.abstractmethod
-    def attention_input(
-        self, x: Float[Array, "*batch seq d_model"]
-    ) -> Float[Array, "*batch seq d_model"]:
-        """What attention reads."""
-
-    @abc.abstractmethod
-    def arrange(
-        self,
-        x: Float[Array, "*batch seq d_model"],
-        attended: Float[Array, "*batch seq d_model"],
-        mlp: Callable,
-    ) -> Float[Array, "*batch seq d_model"]:
-        """The block's output, from its input and what came out of attention; `mlp` with dropout."""
+    def _read_memory(self, context: Context) -> Memory:
+        if context.memory is None:
+            raise ValueError("A block with cross-attention needs a cache or context.memory.")
+        return self.cross_attention.read(context.memory, context.memory_lengths)
 
 
-class Block(Branches):
-    """`x + attention(norm(x))`, then `x + mlp(norm(x))`: pre-norm (Xiong et al., 2020, fig. 1b).
-
-    Measured: what the other orders are measured against (benchmarks/blocks.md).
-    """
-
-    attention_norm: Callable
-    mlp_norm: Callable
-
-    def attention_input(self, x):
-        return self.attention_norm(x)
-
-    def arrange(self, x, attended, mlp):
-        x = x + attended
-        return x + mlp(self.mlp_norm(x))
-
-
-class PostNormBlock(Branches):
-    """`norm(x + attention(x))`, then `norm(x + mlp(x))`: post-norm (Vaswani et al., 2017, section
-    3.1).
-
-    Measured: against pre-norm, no difference found (-0.002 ± 0.002) (benchmarks/blocks.md).
-    """
-
-    attention_norm: Callable
-    mlp_norm: Callable
-
-    def attention_input(self, x):
-        return x
-
-    def arrange(self, x, attended, mlp):
-        x = self.attention_norm(x + attended)
-        return self.mlp_norm(x + mlp(x))
-
-
-class SandwichBlock(Branches):
-    """`x + norm(attention(norm(x)))`, then `x + norm(mlp(norm(x)))` (Ding et al., 2021, "CogView",
-    section 2.4).
-
-    Measured: against pre-norm, 0.032 ± 0.010 nats worse (benchmarks/blocks.md).
-    """
-
-    attention_norm: Callable
-    attention_out_norm: Callable
-    mlp_norm: Callable
-    mlp_out_norm: Callable
-
-    def attention_input(self, x):
-        return self.attention_norm(x)
-
-    def arrange(self, x, attended, mlp):
-        x = x + self.attention_out_norm(attended)
-        return x + self.mlp_out_norm(mlp(self.mlp_norm(x)))
-
-
-class ParallelBlock(Branches):
+class ParallelBlock(eqx.Module):
     """`x + attention(norm(x)) + mlp(norm(x))`, with one norm for both (Wang and Komatsuzaki, 2021,
-    "GPT-J"; Chowdhery et al., 2022, "PaLM", section 2).
+    "GPT-J"; Chowdhery et al., 2022, "PaLM", section 2). The parts are those of `Block`.
 
     Measured: against pre-norm, no difference found (+0.008 ± 0.007) (benchmarks/blocks.md).
     """
 
-    norm: Callable
+    attention: Any
+    mlp: Any
+    norm: Any
+    dropout: float = eqx.field(static=True, default=0.0)
 
-    def attention_input(self, x):
-        return self.norm(x)
+    def init_cache(
+        self,
+        batch: tuple[int, ...],
+        capacity: int,
+        dtype: DTypeLike,
+        context: Context = WHOLE_SEQUENCE,
+    ) -> Any:
+        """As `Block.init_cache`."""
+        return self.attention.init_cache(batch, capacity, dtype)
 
-    def arrange(self, x, attended, mlp):
-        return x + attended + mlp(self.norm(x))
+    def first_values(self, x: Float[Array, "*batch seq d_model"]) -> Float[Array, "*batch seq d"]:
+        """See `Attention`."""
+        return self.attention.first_values(self.norm(x))
+
+    def __call__(
+        self,
+        x: Float[Array, "*batch seq d_model"],
+        cache: Any = None,
+        context: Context = WHOLE_SEQUENCE,
+        *,
+        key: PRNGKeyArray | None = None,
+    ) -> tuple[Float[Array, "*batch seq d_model"], Any, Float[Array, ""]]:
+        """As `Block`."""
+        keys = split_key(key, 3)
+        h = self.norm(x)
+        attended, cache = call_attention(self.attention, h, cache, context, keys[0])
+        y, aux_loss = call_mlp(self.mlp, h, context.lengths)
+        attended, y = drop(attended, self.dropout, keys[1]), drop(y, self.dropout, keys[2])
+        return x + attended + y, cache, aux_loss
 
 
-# A part of the user's own may return anything, and what broadcasts would train all the same.
+def drop(x: Float[Array, "*axes"], rate: float, key: PRNGKeyArray | None) -> Float[Array, "*axes"]:
+    """`x` with dropout, if there is a key."""
+    return eqx.nn.Dropout(rate)(x, key=key, inference=key is None)
 
 
-def require_same_shape(part: Any, y: Any, x: Array) -> Any:
-    """`y`, which `part` made of `x`.
+def split_key(key: PRNGKeyArray | None, count: int) -> Any:
+    """`count` keys from one, or as many Nones from None."""
+    return (None,) * count if key is None else jax.random.split(key, count)
 
-    **Raises:** `UserError` (while tracing) if its shape is not that of `x`.
+
+# A custom part may return anything, and what broadcasts would train all the same.
+
+
+def call_attention(
+    attention: Any,
+    x: Float[Array, "*batch seq d_model"],
+    cache: Any,
+    context: Context,
+    key: PRNGKeyArray | None,
+) -> tuple[Float[Array, "*batch seq d_model"], Any]:
+    """The output and the cache.
+
+    **Raises:** `UserError` (while tracing) if `attention` does not return such a pair.
     """
+    out = attention(x, cache, context, key=key)
+    if not (isinstance(out, tuple) and len(out) == 2):
+        raise UserError(f"{type(attention).__name__} must return a pair, (y, cache).")
+    check_shape(attention, out[0], x)
+    return out
+
+
+def call_mlp(
+    mlp: Any, x: Float[Array, "*batch seq d_model"], lengths: Rows | None
+) -> tuple[Float[Array, "*batch seq d_model"], Float[Array, ""]]:
+    """The output and the auxiliary loss.
+
+    **Raises:** `UserError` (while tracing) if `mlp` does not return the shape of `x`.
+    """
+    y = mlp(x)
+    check_shape(mlp, y, x)
+    has_loss = hasattr(mlp, "aux_loss")
+    return y, mlp.aux_loss(x, lengths) if has_loss else jnp.zeros(())
+
+
+def call_block(
+    block: Any,
+    x: Float[Array, "*batch seq d_model"],
+    cache: Any,
+    context: Context,
+    key: PRNGKeyArray | None,
+) -> tuple[Float[Array, "*batch seq d_model"], Any, Float[Array, ""]]:
+    """The output, the cache and the auxiliary loss.
+
+    **Raises:** `UserError` (while tracing) if `block` does not return these three.
+    """
+    out = block(x, cache, context, key=key)
+    if not (isinstance(out, tuple) and len(out) == 3):
+        raise UserError(f"{type(block).__name__} must return three values, (y, cache, aux_loss).")
+    check_shape(block, out[0], x)
+    return out[0], out[1], jnp.asarray(out[2], jnp.float32)
+
+
+def check_shape(part: Any, y: Any, x: Array) -> None:
+    """**Raises:** `UserError` (while tracing) if `y`, made of `x` by `part`, has another shape."""
     if jnp.shape(y) != x.shape:
         raise UserError(
             f"{type(part).__name__} must return the shape that it is given: it made "
             f"{list(jnp.shape(y))} of {list(x.shape)}."
         )
-    return y
-
-
-def require_pair(part: Any, out: Any, x: Array) -> Any:
-    """`out`, an output and a cache, which `part` made of `x`.
-
-    **Raises:** `UserError` (while tracing) if it is no such pair, or its shape is not that of `x`.
-    """
-    if not (isinstance(out, tuple) and len(out) == 2):
-        raise UserError(f"{type(part).__name__} must return a pair, (y, cache).")
-    return require_same_shape(part, out[0], x), out[1]
-
-
-def run_mlp(
-    mlp: Callable,
-    h: Float[Array, "*batch seq d_model"],
-    cache: Any,
-    *,
-    padding_mask: Bool[Array, "*batch keys"] | None = None,
-    **others: Any,
-) -> Float[Array, "*batch seq d_model"]:
-    """`mlp(h)`; one whose call takes a `padding_mask`, as a mixture of experts, is given it, but
-    with a cache, where that is of other places."""
-    takes_it = padding_mask is not None and "padding_mask" in inspect.signature(mlp).parameters
-    options = {"padding_mask": padding_mask} if takes_it and cache is None else {}
-    return require_same_shape(mlp, mlp(h, **options), h)
-
-
-def split(key: PRNGKeyArray | None, count: int) -> Any:
-    """`count` keys from one, or as many Nones from None."""
-    return (None,) * count if key is None else jax.random.split(key, count)

@@ -1,19 +1,19 @@
-"""What attention keeps of earlier tokens (Shazeer, 2019, section 2.4)."""
+"""What layers keep of earlier tokens, so that each token is computed once."""
 
+import functools
 from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
-from gptlite.nn.positions import Offset
+from gptlite.nn.context import Rows
 
 
-class LayerCache(eqx.Module):
-    """One layer's keys and values, with room for `capacity` positions. (Stacked for a scan, both
-    have an axis of layers first.)"""
+class KVCache(eqx.Module):
+    """The keys and values of one layer's attention (Shazeer, 2019, section 2.4), with room for
+    `capacity` tokens of each sequence."""
 
     keys: Float[Array, "*batch kv_heads capacity d_head"]
     values: Float[Array, "*batch kv_heads capacity d_head"]
@@ -22,26 +22,44 @@ class LayerCache(eqx.Module):
         self,
         keys: Float[Array, "*batch kv_heads seq d_head"],
         values: Float[Array, "*batch kv_heads seq d_head"],
-        offset: Offset,
-    ) -> "LayerCache":
-        """The cache with positions `offset` to `offset + seq - 1` set. They must lie within the
-        capacity; the offset is known only when the program runs, so that is the caller's duty."""
-        return LayerCache(
-            keys=lax.dynamic_update_slice_in_dim(self.keys, keys, offset, axis=-2),
-            values=lax.dynamic_update_slice_in_dim(self.values, values, offset, axis=-2),
+        start: Rows,
+    ) -> "KVCache":
+        """The cache with the positions from `start` on set. They must lie within the capacity:
+        `start` is only known when the program runs, so this is the caller's duty."""
+        return KVCache(
+            keys=write_at(self.keys, keys, start, axis=-2),
+            values=write_at(self.values, values, start, axis=-2),
         )
-
-    def take(self, sequences: Int[Array, " batch"]) -> "LayerCache":
-        """The cache with the sequences at the places `sequences` of a single leading axis."""
-        return jax.tree.map(lambda x: jnp.take(x, sequences, axis=-4), self)
 
 
 class Cache(eqx.Module):
-    """All layers' caches, in the form that the stack wants them, and the tokens that they hold.
+    """What a model keeps of the tokens that it has read."""
 
-    `ids` begins with one -1 (no token) for each earlier token that the embedding looks back at.
-    """
+    layers: tuple[Any, ...]
+    """What each layer keeps, as its `init_cache` made it."""
+    ids: Int[Array, "*batch places"]
+    """The tokens. Before them stands a -1 (no token) for each earlier token that the embedding
+    looks back at."""
+    length: Rows
+    """How many tokens have been read: a number for all sequences, or one for each."""
 
-    layers: Any
-    ids: Int[Array, "*batch capacity"]
-    length: Int[Array, ""]
+
+def write_at(
+    array: Shaped[Array, "..."], update: Shaped[Array, "..."], start: Rows, axis: int
+) -> Shaped[Array, "..."]:
+    """`array` with `update` written along `axis` (negative) from `start` on. Where there is a start
+    for each row, the rows are the leading axes."""
+    write = functools.partial(lax.dynamic_update_slice_in_dim, axis=axis)
+    for _ in start.shape:
+        write = jax.vmap(write)
+    return write(array, update, start)
+
+
+def read_at(
+    array: Shaped[Array, "..."], start: Rows, length: int, axis: int
+) -> Shaped[Array, "..."]:
+    """`length` entries of `array` along `axis`, as `write_at` writes them."""
+    read = functools.partial(lax.dynamic_slice_in_dim, slice_size=length, axis=axis)
+    for _ in start.shape:
+        read = jax.vmap(read)
+    return read(array, start)

@@ -8,124 +8,103 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
-from gptlite.nn.masks import Bidirectional, Causal, Mask, SlidingWindow
-from gptlite.nn.positions import ALiBi, Offset, RelativeBias
-from gptlite.nn.precision import wide_dtype
+from gptlite.nn.context import Start
+from gptlite.nn.positions import positions
 from gptlite.nn.product import product
 from gptlite.sharding import targets_nvidia
 
 Queries = Float[Array, "*batch heads queries d_head"]
 Keys = Float[Array, "*batch kv_heads keys d_head"]
 
-CAUSAL = Causal()
-
 
 def attend(
     query: Queries,
     key: Keys,
-    value: Keys,
-    offset: Offset = 0,
+    value: Float[Array, "*batch kv_heads keys d_value"],
+    bias: Float[Array, "*#batch heads queries keys"] | None = None,
+    mask: Bool[Array, "*#batch #heads #queries keys"] | None = None,
     *,
-    mask: Mask = CAUSAL,
-    score_bias: ALiBi | RelativeBias | None = None,
-    padding_mask: Bool[Array, "*batch keys"] | None = None,
-    dropout: eqx.nn.Dropout | None = None,
+    is_causal: bool = False,
+    window: int | None = None,
+    dropout: float = 0.0,
     dropout_key: PRNGKeyArray | None = None,
-) -> Queries:
-    """`softmax(Q Kᵀ / sqrt(d_head) + bias) V`, where query i, at position `offset + i`, sees the
-    keys that `mask` says (Vaswani et al., 2017, eq. 1).
+) -> Float[Array, "*batch heads queries d_value"]:
+    """`softmax(Q Kᵀ / sqrt(d_head) + bias) V` (Vaswani et al., 2017, eq. 1).
 
-    The same for a whole sequence (`offset` 0) and for the next tokens after `offset` cached ones:
-    no query sees what a cache holds beyond them. `heads` is a multiple of `kv_heads`; successive
-    heads share one of keys and values. `padding_mask` is False where there is no token; a query
-    that sees none gives zeros. `dropout` acts on the weights.
+    The arguments are those of `jax.nn.dot_product_attention`, with the heads before the sequence.
 
-    On a mesh of NVIDIA GPUs, as training sets one, cuDNN's flash attention computes whole sequences
-    in half precision, where there is neither bias nor padding nor dropout.
+    On a mesh of NVIDIA GPUs, cuDNN's flash attention computes whole sequences in half precision, if
+    there is no bias, mask or dropout.
+
+    **Arguments:**
+
+    - `key`, `value`: may have fewer heads than `query`: successive heads share one.
+    - `mask`: False where a query may not see a key.
+    - `is_causal`: query i sees the keys 0 to i, with `window` the last `window` of these.
+    - `dropout`: the share of the weights that is dropped, if there is a `dropout_key`.
     """
-
-    d_head = query.shape[-1]
-    whole = isinstance(offset, int) and offset == 0 and query.shape[-2] == key.shape[-2]
-    half = query.dtype in (jnp.float16, jnp.bfloat16) and d_head % 8 == 0 and d_head <= 128
-    bare = score_bias is None and padding_mask is None and dropout_key is None
-    # (Not by `lax.platform_dependent`: to trace cuDNN's attention, cuDNN must be installed.)
-    if whole and half and bare and targets_nvidia():
-        return _attend_flash(query, key, value, mask)
-    weights, total = _exponentials(query, key, offset, mask, score_bias, padding_mask)
-    if dropout is not None:
-        weights = dropout(weights, key=dropout_key, inference=dropout_key is None)
-    # The sum divides the product with V, d_head numbers a query in place of one a key. But for a
-    # single query, XLA's CPU compiler would divide anew for every output of the layer that follows.
-    single = query.shape[-2] == 1
+    drops = dropout > 0 and dropout_key is not None
+    if bias is None and mask is None and not drops and _has_flash(query, key, value):
+        return _flash(query, key, value, is_causal, window)
+    *batch, heads, queries, d_head = query.shape
+    kv_heads, keys = key.shape[-3:-1]
+    # Queries that share keys follow each other, as if they were one longer sequence.
+    grouped = (*batch, kv_heads, heads // kv_heads * queries)
+    scores = product(query.reshape(*grouped, d_head), key) / math.sqrt(d_head)
+    scores = scores.reshape(*batch, heads, queries, keys)
+    if bias is not None:
+        scores = scores + bias.astype(scores.dtype)
+    if is_causal:
+        causal = causal_mask(queries, keys, 0, window)
+        mask = causal if mask is None else mask & causal
+    if mask is not None:
+        scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
+    weights = jnp.exp(scores - lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    if drops:
+        weights = eqx.nn.Dropout(dropout)(weights, key=dropout_key)
+    # The sum divides the product with V, which has fewer numbers than the weights. But for a single
+    # query, XLA's CPU compiler would divide again for every output of the layer that follows.
+    single = queries == 1
     weights = (weights / total if single else weights).astype(value.dtype)
-    out = product(weights, jnp.swapaxes(value, -1, -2))
-    return (out if single else out / total).astype(value.dtype).reshape(query.shape)
+    out = product(weights.reshape(*grouped, keys), jnp.swapaxes(value, -1, -2))
+    out = out.reshape(*batch, heads, queries, value.shape[-1])
+    return (out if single else out / total).astype(value.dtype)
 
 
-def _attend_flash(query: Queries, key: Keys, value: Keys, mask: Mask) -> Queries:
-    """`attend` by cuDNN, for a whole sequence."""
-    everywhere = isinstance(mask, Bidirectional)
+def causal_mask(
+    queries: int, keys: int, start: Start, window: int | None = None
+) -> Bool[Array, "*rows 1 queries keys"]:
+    """Query i, at position `start + i`, sees the keys up to that position, with `window` the last
+    `window` of these."""
+    query, key = positions(queries, start)[..., None, :, None], jnp.arange(keys)
+    seen = key <= query
+    return seen if window is None else seen & (key > query - window)
 
-    def turned(x):
-        return jnp.swapaxes(x.reshape(-1, *x.shape[-3:]), 1, 2)  # [batch, seq, heads, d_head]
+
+def _has_flash(query: Array, key: Array, value: Array) -> bool:
+    d_head = query.shape[-1]
+    # Not by `lax.platform_dependent`: to trace cuDNN's attention, cuDNN must be installed.
+    return (
+        targets_nvidia()
+        and query.dtype in (jnp.float16, jnp.bfloat16)
+        and d_head % 8 == 0
+        and d_head <= 128
+        and query.shape[-2] == key.shape[-2]
+        and key.shape == value.shape
+    )
+
+
+def _flash(query: Queries, key: Keys, value: Keys, is_causal: bool, window: int | None) -> Queries:
+    def seq_first(x):  # [batch, seq, heads, d_head]
+        return jnp.swapaxes(x.reshape(-1, *x.shape[-3:]), 1, 2)
 
     out = jax.nn.dot_product_attention(
-        turned(query),
-        turned(key),
-        turned(value),
-        is_causal=not everywhere,
-        local_window_size=(mask.window - 1, 0) if isinstance(mask, SlidingWindow) else None,
+        seq_first(query),
+        seq_first(key),
+        seq_first(value),
+        is_causal=is_causal,
+        local_window_size=None if window is None else (window - 1, 0),
         implementation="cudnn",
     )
     return jnp.swapaxes(out, 1, 2).reshape(query.shape)
-
-
-def attention_weights(
-    query: Queries,
-    key: Keys,
-    offset: Offset = 0,
-    *,
-    mask: Mask = CAUSAL,
-    score_bias: ALiBi | RelativeBias | None = None,
-    padding_mask: Bool[Array, "*batch keys"] | None = None,
-) -> Float[Array, "*batch heads queries keys"]:
-    """The softmax in `attend`: what it multiplies `value` with."""
-    weights, total = _exponentials(query, key, offset, mask, score_bias, padding_mask)
-    return (weights / total).reshape(*query.shape[:-1], key.shape[-2])
-
-
-def _exponentials(
-    query: Queries,
-    key: Keys,
-    offset: Offset,
-    mask: Mask,
-    score_bias: ALiBi | RelativeBias | None,
-    padding_mask: Bool[Array, "*batch keys"] | None,
-) -> tuple[
-    Float[Array, "*batch kv_heads grouped_queries keys"],
-    Float[Array, "*batch kv_heads grouped_queries 1"],
-]:
-    """The softmax's numerators and denominators. Queries that share keys come one below the other,
-    as if they were one longer sequence."""
-    wide = wide_dtype(query.dtype)
-    *batch, heads, queries, d_head = query.shape
-    kv_heads, keys = key.shape[-3:-1]
-    group = heads // kv_heads
-    query = query.reshape(*batch, kv_heads, group * queries, d_head)
-    scores = product(query, key) / math.sqrt(d_head)
-    if score_bias is not None:
-        bias = score_bias(queries, keys, offset).astype(wide)
-        scores = scores + bias.reshape(kv_heads, group * queries, keys)
-    seen = mask(queries, keys, offset)
-    if group > 1:
-        seen = jnp.tile(seen, (group, 1))
-    if padding_mask is not None:
-        seen = seen & padding_mask[..., None, None, :]
-    scores = jnp.where(seen, scores, jnp.finfo(wide).min)
-    weights = jnp.exp(scores - lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
-    if padding_mask is not None:
-        weights = jnp.where(seen, weights, 0)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    if padding_mask is not None:
-        total = jnp.where(total > 0, total, 1)
-    return weights, total

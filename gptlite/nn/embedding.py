@@ -4,7 +4,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 
@@ -17,7 +16,6 @@ class Embedding(eqx.Module):
 
     weight: Float[Array, "vocab d"]
     scale: float = eqx.field(static=True)
-    frozen: bool = eqx.field(static=True)
 
     def __init__(
         self,
@@ -27,14 +25,10 @@ class Embedding(eqx.Module):
         std: float = 1.0,
         scale: float = 1.0,
         vectors: Float[Array | np.ndarray, "vocab d"] | None = None,
-        frozen: bool = False,
         key: PRNGKeyArray,
     ):
-        """**Arguments:**
-
-        - `std`: standard deviation of the normal that the weight is drawn from (0 for zeros).
-        - `vectors`: what the weight starts from instead.
-        - `frozen`: whether it stays that in training.
+        """The weight starts from `vectors`, or else from a normal distribution with the standard
+        deviation `std`.
 
         **Raises:** `ValueError` if `vectors` are not `[vocab_size, d]`.
         """
@@ -46,13 +40,7 @@ class Embedding(eqx.Module):
         else:
             self.weight = std * jax.random.normal(key, shape) if std else jnp.zeros(shape)
         self.scale = scale
-        self.frozen = frozen
-
-    @property
-    def table(self) -> Float[Array, "vocab d"]:
-        """The weight for all who read it: a frozen one has no gradient."""
-        return lax.stop_gradient(self.weight) if self.frozen else self.weight
 
     def __call__(self, ids: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
-        rows = jnp.where(ids[..., None] >= 0, self.table[ids], 0)
+        rows = jnp.where(ids[..., None] >= 0, self.weight[ids], 0)
         return rows if self.scale == 1.0 else rows * self.scale

@@ -1,4 +1,4 @@
-"""The position-wise feed-forward layer: widen, bend, narrow."""
+"""The position-wise feed-forward layer."""
 
 from collections.abc import Callable
 
@@ -6,10 +6,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
+from gptlite.nn.context import Rows
 from gptlite.nn.linear import Linear
-from gptlite.nn.precision import widen
+from gptlite.nn.product import widen
 
 
 def relu2(x: Float[Array, "*batch d_ff"]) -> Float[Array, "*batch d_ff"]:
@@ -23,6 +24,9 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "relu": jax.nn.relu,
     "relu2": relu2,
+    "tanh": jnp.tanh,
+    "sigmoid": jax.nn.sigmoid,
+    "identity": lambda x: x,
 }
 
 
@@ -97,17 +101,11 @@ class MoE(eqx.Module):
     """A mixture of experts: MLPs, of which a router picks a few for each token, and weights each
     with its probability (Shazeer et al., 2017, section 2; Fedus et al., 2022, section 2.1).
 
-    Trained with a second loss, which keeps the experts equally busy. For a sequence it is
-    `balance_loss · n_experts · sum_i f_i P_i`, where f is the share of the choices and P the mean
-    probability that went to expert i (Fedus et al., 2022, eq. 4), over the sequence's tokens
-    (DeepSeek-AI, 2024, "DeepSeek-V3", section 2.1.2); the mean over sequences is taken. So it does
-    not depend on how a batch is divided. It is not in the output: it joins the gradients on their
-    way back, as if it had been added to the mean loss, once for each call (so a batch should come
-    in one, and not under `vmap`). `inference` (`eqx.nn.inference_mode`) leaves it out.
+    `aux_loss` keeps the experts equally busy: it is to be added to the training loss.
 
-    No token is ever dropped, and none knows of others'. Every expert computes every token, those
-    not picked times 0: they are groups of columns of one wide MLP. That costs the arithmetic of all
-    experts, and is right where they are few.
+    No token is dropped, and no token's output depends on other tokens. The experts are groups of
+    columns of one wide MLP. Every expert computes every token, and the experts that were not picked
+    are multiplied by 0. So the arithmetic is that of all experts, which is right for a few experts.
 
     Measured: 4 experts, 2 a token, each half as wide as the MLP, 0.019 ± 0.006 nats worse than it
     (benchmarks/blocks.md).
@@ -120,7 +118,6 @@ class MoE(eqx.Module):
     n_experts: int = eqx.field(static=True)
     experts_per_token: int = eqx.field(static=True)
     balance_loss: float = eqx.field(static=True)
-    inference: bool
 
     def __init__(
         self,
@@ -135,8 +132,8 @@ class MoE(eqx.Module):
         down_std: float,
         key: PRNGKeyArray,
     ):
-        """`d_expert`: width inside each expert. `std` and `down_std`: see `Linear`, for `router`
-        and `up`, and for `down`."""
+        """`d_expert` is the width inside each expert, `balance_loss` the weight of `aux_loss`.
+        `std` is that of `router` and `up`, `down_std` that of `down` (see `Linear`)."""
         router_key, up_key, down_key = jax.random.split(key, 3)
         self.router = Linear(d_model, n_experts, std=std, key=router_key)
         self.up = Linear(d_model, n_experts * d_expert, std=std, key=up_key)
@@ -145,41 +142,37 @@ class MoE(eqx.Module):
         self.n_experts = n_experts
         self.experts_per_token = experts_per_token
         self.balance_loss = balance_loss
-        self.inference = False
 
-    def __call__(
-        self,
-        x: Float[Array, "*batch seq d_model"],
-        *,
-        padding_mask: Bool[Array, "*batch seq"] | None = None,
-    ) -> Float[Array, "*batch seq d_model"]:
-        """`padding_mask`: False where there is no token; such places do not count in the second
-        loss."""
-        probability = jax.nn.softmax(widen(self.router(x)), axis=-1)
-        _, picked = lax.top_k(probability, self.experts_per_token)
-        picked = jnp.sum(jax.nn.one_hot(picked, self.n_experts, dtype=probability.dtype), axis=-2)
+    def __call__(self, x: Float[Array, "*batch seq d_model"]) -> Float[Array, "*batch seq d_model"]:
+        probability, picked = self._route(x)
         hidden = self.activation(self.up(x)).reshape(*probability.shape, -1)
         gate = (probability * picked).astype(x.dtype)
-        y = self.down((hidden * gate[..., None]).reshape(*x.shape[:-1], -1))
-        if self.inference or not self.balance_loss:
-            return y
-        real = jnp.ones(x.shape[:-1]) if padding_mask is None else padding_mask
-        real = real.astype(probability.dtype)[..., None]
-        tokens = jnp.maximum(jnp.sum(real, axis=-2), 1)
+        return self.down((hidden * gate[..., None]).reshape(*x.shape[:-1], -1))
+
+    def aux_loss(
+        self, x: Float[Array, "*batch seq d_model"], lengths: Rows | None = None
+    ) -> Float[Array, ""]:
+        """The mean over sequences of `balance_loss · n_experts · sum_i f_i P_i`.
+
+        f_i is expert i's share of the choices, and P_i its mean probability (Fedus et al., 2022,
+        eq. 4), over the tokens of a sequence (DeepSeek-AI, 2024, "DeepSeek-V3", section 2.1.2), of
+        which the first `lengths` are real. So the loss does not depend on how a batch is divided.
+        """
+        probability, picked = self._route(x)
+        seq = x.shape[-2]
+        lengths = jnp.asarray(seq) if lengths is None else lengths
+        real = (jnp.arange(seq) < lengths[..., None])[..., None]
+        tokens = jnp.maximum(lengths, 1)[..., None]
         share = jnp.sum(picked * real, axis=-2) / tokens / self.experts_per_token
         mean = jnp.sum(probability * real, axis=-2) / tokens
-        balance = self.n_experts * jnp.mean(jnp.sum(share * mean, axis=-1))
-        return _add_loss(y, self.balance_loss * balance)
+        balance = self.n_experts * jnp.sum(share * mean, axis=-1)
+        return self.balance_loss * jnp.mean(balance)
 
-
-@jax.custom_vjp
-def _add_loss(y: Array, loss: Float[Array, ""]) -> Array:
-    """`y`; but gradients are those of the final loss plus `loss`."""
-    del loss
-    return y
-
-
-_add_loss.defvjp(
-    lambda y, loss: (y, jnp.ones_like(loss)),
-    lambda one, grad: (grad, one),
-)
+    def _route(
+        self, x: Float[Array, "*batch d_model"]
+    ) -> tuple[Float[Array, "*batch experts"], Float[Array, "*batch experts"]]:
+        """Each expert's probability, and 1 for those that are picked."""
+        probability = jax.nn.softmax(widen(self.router(x)), axis=-1)
+        _, picked = lax.top_k(probability, self.experts_per_token)
+        one_hot = jax.nn.one_hot(picked, self.n_experts, dtype=probability.dtype)
+        return probability, jnp.sum(one_hot, axis=-2)

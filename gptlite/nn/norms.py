@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from gptlite.nn.precision import widen
+from gptlite.nn.product import widen
 
 
 class RMSNorm(eqx.Module):

@@ -5,10 +5,20 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from gptlite.nn.precision import wide_dtype
 from gptlite.sharding import row_parts
+
+
+def wide_dtype(dtype: DTypeLike) -> jnp.dtype:
+    """The dtype of sums, exponentials and losses: float32, or float64 if `dtype` is float64."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def widen(x: Float[Array, "*axes"]) -> Float[Array, "*axes"]:
+    """`x` in `wide_dtype`."""
+    return x.astype(wide_dtype(x.dtype))
 
 
 @jax.custom_vjp

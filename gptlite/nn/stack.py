@@ -1,4 +1,4 @@
-"""Layers in a row, stored as one block whose every array has a leading layer axis."""
+"""Layers, one after the other, stored as one block whose arrays have a leading layer axis."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,15 +8,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+from jaxtyping import Array, Float, PRNGKeyArray
 
-from gptlite.nn.block import require_pair, split
-from gptlite.nn.positions import Offset
+from gptlite.nn.block import call_block, split_key
+from gptlite.nn.context import WHOLE_SEQUENCE, Context
 from gptlite.sharding import constrain, gathered
+
+# What each layer keeps.
+Caches = tuple[Any, ...] | None
 
 
 class Layers(eqx.Module):
-    """Blocks one after the other, each with arrays of its own."""
+    """Blocks, one after the other, each with arrays of its own."""
 
     blocks: tuple[Any, ...]
 
@@ -26,37 +29,41 @@ class Layers(eqx.Module):
         return self.blocks[0]
 
     def init_cache(
-        self, batch: tuple[int, ...], capacity: int, dtype: DTypeLike, **shared: Any
-    ) -> PyTree:
-        """An empty cache for every layer, each of which is given `shared`: see
-        `Attention.init_cache`."""
-        return tuple(block.init_cache(batch, capacity, dtype, **shared) for block in self.blocks)
+        self,
+        batch: tuple[int, ...],
+        capacity: int,
+        dtype: DTypeLike,
+        context: Context = WHOLE_SEQUENCE,
+    ) -> tuple[Any, ...]:
+        """An empty cache for every layer: see `Block.init_cache`."""
+        return tuple(block.init_cache(batch, capacity, dtype, context) for block in self.blocks)
 
     def __call__(
         self,
         x: Float[Array, "*batch seq d_model"],
-        caches: PyTree = None,
-        offset: Offset = 0,
+        caches: Caches = None,
+        context: Context = WHOLE_SEQUENCE,
         *,
         key: PRNGKeyArray | None = None,
-        **shared: Any,
-    ) -> tuple[Float[Array, "*batch seq d_model"], PyTree]:
-        """`caches` as made by `init_cache`, or None; `offset`: see `Attention`; `key` switches
-        dropout on; every block is given `shared`."""
-        keys = split(key, len(self.blocks))
-        nothing = (None,) * len(self.blocks)
-        new_caches = []
-        for block, cache, layer_key in zip(self.blocks, caches or nothing, keys, strict=True):
-            x, new_cache = _run(block, x, cache, offset, key=layer_key, **shared)
-            new_caches.append(new_cache)
-        return x, None if caches is None else tuple(new_caches)
+    ) -> tuple[Float[Array, "*batch seq d_model"], Caches, Float[Array, ""]]:
+        """As `Block`, with a cache for every layer, and the sum of the layers' auxiliary losses."""
+        keys = split_key(key, len(self.blocks))
+        new_caches, aux_loss = [], jnp.zeros(())
+        for i, block in enumerate(self.blocks):
+            cache = None if caches is None else caches[i]
+            x, cache, more = _run(block, x, cache, context, keys[i])
+            new_caches.append(cache)
+            aux_loss += more
+        return x, None if caches is None else tuple(new_caches), aux_loss
 
 
 class Stack(eqx.Module):
     """`n_layers` blocks of one kind, one after the other.
 
-    `blocks` holds all layers' parameters, stacked: what is `[d_out, d_in]` in one block is
-    `[n_layers, d_out, d_in]` here. They run unrolled or by `lax.scan`, with the same result.
+    `blocks` holds the parameters of all layers, stacked: what is `[d_out, d_in]` in one block is
+    `[n_layers, d_out, d_in]` here. With `scan`, whole sequences go through the layers by
+    `lax.scan`, which compiles faster and gives the same result. With caches, the layers always run
+    one by one.
     """
 
     blocks: Any
@@ -77,7 +84,7 @@ class Stack(eqx.Module):
         self.scan = scan
 
     def unstack(self) -> Layers:
-        """The same layers, apart."""
+        """The same layers, each with arrays of its own."""
         arrays, rest = eqx.partition(self.blocks, eqx.is_array)
         # lax.unstack rather than indexing: its transpose joins the layers' gradients in one go,
         # where each index would write a full-size array of zeros.
@@ -93,36 +100,41 @@ class Stack(eqx.Module):
         return jax.tree.map(lambda x: x[0] if eqx.is_array(x) else x, self.blocks)
 
     def init_cache(
-        self, batch: tuple[int, ...], capacity: int, dtype: DTypeLike, **shared: Any
-    ) -> PyTree:
-        """As for `Layers`: stacked for a scan, else a tuple."""
-        caches = self.unstack().init_cache(batch, capacity, dtype, **shared)
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *caches) if self.scan else caches
+        self,
+        batch: tuple[int, ...],
+        capacity: int,
+        dtype: DTypeLike,
+        context: Context = WHOLE_SEQUENCE,
+    ) -> tuple[Any, ...]:
+        """As `Layers.init_cache`."""
+        return self.unstack().init_cache(batch, capacity, dtype, context)
 
     def __call__(
         self,
         x: Float[Array, "*batch seq d_model"],
-        caches: PyTree = None,
-        offset: Offset = 0,
+        caches: Caches = None,
+        context: Context = WHOLE_SEQUENCE,
         *,
         key: PRNGKeyArray | None = None,
-        **shared: Any,
-    ) -> tuple[Float[Array, "*batch seq d_model"], PyTree]:
-        """As for `Layers`."""
-        if not self.scan:
-            return self.unstack()(x, caches, offset, key=key, **shared)
+    ) -> tuple[Float[Array, "*batch seq d_model"], Caches, Float[Array, ""]]:
+        """As `Layers`."""
+        if not self.scan or caches is not None:
+            return self.unstack()(x, caches, context, key=key)
         keys = None if key is None else jax.random.split(key, self.n_layers)
         arrays, rest = eqx.partition(self.blocks, eqx.is_array)
 
         def layer(x, scanned):
-            arrays, cache, key = scanned
-            return _run(eqx.combine(arrays, rest), x, cache, offset, key=key, **shared)
+            arrays, key = scanned
+            x, _, aux_loss = _run(eqx.combine(arrays, rest), x, None, context, key)
+            return x, aux_loss
 
-        return lax.scan(layer, x, (arrays, caches, keys), length=self.n_layers)
+        x, aux_losses = lax.scan(layer, x, (arrays, keys), length=self.n_layers)
+        return x, None, jnp.sum(aux_losses)
 
 
-def _run(block: Any, x: Array, cache: Any, offset: Offset, **options: Any) -> tuple[Array, Any]:
-    """One layer, whose parameters are gathered for it, and the rows of its output spread."""
-    block = gathered(block, "blocks.0")
-    x, cache = require_pair(block, block(x, cache, offset, **options), x)
-    return constrain(x, "batch", None, None), cache
+def _run(
+    block: Any, x: Array, cache: Any, context: Context, key: PRNGKeyArray | None
+) -> tuple[Array, Any, Array]:
+    """One layer. Its parameters are gathered for it, and the rows of its output are spread."""
+    x, cache, aux_loss = call_block(gathered(block, "blocks.0"), x, cache, context, key)
+    return constrain(x, "batch", None, None), cache, aux_loss

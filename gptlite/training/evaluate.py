@@ -82,7 +82,7 @@ def _summed_loss(
         model = eqx.combine(arrays, static).unstacked()
 
         def batch_loss(windows):
-            losses = window_losses(model, jnp.maximum(windows, 0))
+            losses, _ = window_losses(model, jnp.maximum(windows, 0))
             return jnp.sum(jnp.where(windows[:, 1:] >= 0, losses, 0.0))
 
         return jnp.sum(lax.map(batch_loss, batches))

@@ -30,7 +30,8 @@ def window_losses(
     *,
     label_smoothing: float = 0.0,
     key: Array | None = None,
-) -> Float[Array, "batch seq"]:
-    """The loss at every position of windows of ids, whose targets are one further. `key` switches
-    dropout on."""
-    return cross_entropy(model(windows[:, :-1], key=key), windows[:, 1:], label_smoothing)
+) -> tuple[Float[Array, "batch seq"], Float[Array, ""]]:
+    """The loss at every position of windows of ids, whose targets are the next ids, and the
+    auxiliary loss. `key` switches dropout on."""
+    logits, aux_loss = model.with_aux_loss(windows[:, :-1], key=key)
+    return cross_entropy(logits, windows[:, 1:], label_smoothing), aux_loss

@@ -49,23 +49,18 @@ def _inverse_sqrt(peak: int, step: ArrayLike) -> Array:
 
 
 def make_optimizer(
-    config: OptimizerConfig, steps: int, model: eqx.Module
+    config: OptimizerConfig, steps: int, params: PyTree
 ) -> optax.GradientTransformation:
-    """The optimizer of a run of `steps` steps on `model`'s parameters.
+    """The optimizer of a run of `steps` steps on `params`, the trainable part of a model.
 
     muon: Jordan et al., 2024, on the matrices of the blocks; AdamW (Loshchilov and Hutter, 2019)
-    on what else there is. Weight decay falls on matrices and embeddings, not on gains and biases.
-    (A frozen embedding's gradient is zero, and so is what Adam makes of it.)
+    on all other parameters. Weight decay acts on matrices and embeddings, not on gains and biases.
 
     **Raises:** `UserError` if there is no matrix for muon.
     """
     schedule = make_schedule(config, steps)
-    params = eqx.filter(model, _is_parameter)
     in_stack, in_table = inside(params, Stack), inside(params, Embedding)
-    still = frozen(params)
-    decayed = jax.tree.map(
-        lambda p, stacked, still: p.ndim - stacked >= 2 and not still, params, in_stack, still
-    )
+    decayed = jax.tree.map(lambda p, stacked: p.ndim - stacked >= 2, params, in_stack)
     if config.name == "adamw":
         optimizer = optax.adamw(
             lambda step: config.learning_rate * schedule(step),
@@ -116,8 +111,8 @@ def make_optimizer(
     return optimizer
 
 
-def _is_parameter(x: Any) -> bool:
-    """Of a model, or of its shapes."""
+def is_parameter(x: Any) -> bool:
+    """Whether `x`, in a model or in the shapes of one, is trained by default."""
     is_shape = isinstance(x, jax.ShapeDtypeStruct) and jnp.issubdtype(x.dtype, jnp.inexact)
     return is_shape or eqx.is_inexact_array(x)
 
@@ -129,17 +124,4 @@ def inside(params: PyTree, kind: type | tuple[type, ...]) -> PyTree:
         lambda node: jax.tree.map(lambda _: isinstance(node, kind), node),
         params,
         is_leaf=lambda node: isinstance(node, kind),
-    )
-
-
-def frozen(params: PyTree) -> PyTree:
-    """For each parameter, whether it is in an embedding that is not trained."""
-
-    def is_table(node):
-        return isinstance(node, Embedding)
-
-    return jax.tree.map(
-        lambda node: jax.tree.map(lambda _: is_table(node) and node.frozen, node),
-        params,
-        is_leaf=is_table,
     )

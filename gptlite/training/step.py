@@ -22,18 +22,22 @@ from gptlite.sharding import (
     place_seeds,
 )
 from gptlite.training.loss import window_losses
-from gptlite.training.optimizer import make_optimizer, make_schedule
+from gptlite.training.optimizer import is_parameter, make_optimizer, make_schedule
 
 T = TypeVar("T")
 
-# `losses(model, batch, label_smoothing=, key=)`: in nats, any shape, of which the mean is taken.
-Losses = Callable[..., Float[Array, "..."]]
-# `counts(batch)`: False where a loss is not to count, as for padding.
+# `losses(model, batch, label_smoothing=, key=)`: in nats, of any shape, of which the mean is taken;
+# or a pair of these and an auxiliary loss, which is added to the mean.
+Losses = Callable[..., Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, ""]]]
+# `counts(batch)`: False where a loss does not count, as for padding.
 Counts = Callable[[PyTree], Bool[Array, "..."]]
+# Which leaves of a model are trained, as for `eqx.partition`: a function, or a tree of bools.
+Trainable = Callable[[Any], bool] | PyTree[bool]
 
 
 class TrainState(eqx.Module):
-    """All that changes while training. (Of several seeds: every array with an axis of them.)"""
+    """Everything that changes in training. (With several seeds, every array has an axis of
+    seeds.)"""
 
     model: Any
     optimizer_state: Any
@@ -41,9 +45,10 @@ class TrainState(eqx.Module):
 
 
 class StepMetrics(eqx.Module):
-    """What each step of a dispatch reports. (Of several seeds: with an axis of them first.)"""
+    """What each step of a dispatch reports. (With several seeds, an axis of seeds comes first.)"""
 
     loss: Float[Array, "*steps"]
+    """Without the auxiliary loss."""
     grad_norm: Float[Array, "*steps"]
     finite: Bool[Array, "*steps"]
     """Whether loss and gradient were; with `on_nonfinite` skip, whether the update was made."""
@@ -52,7 +57,7 @@ class StepMetrics(eqx.Module):
 class TrainSteps:
     """The update, compiled: `train_steps(state, batches, count)` does `count` steps.
 
-    The count is data, not shape: however many steps are wanted, there is one program.
+    The count is data, not shape: there is one program for any number of steps.
     """
 
     def __init__(
@@ -64,24 +69,29 @@ class TrainSteps:
         *,
         losses: Losses = window_losses,
         counts: Counts | None = None,
+        trainable: Trainable = is_parameter,
         seeds: Sequence[int] | None = None,
     ):
         """**Arguments:**
 
-        - `model`: one as those that will be trained, or `eqx.filter_eval_shape` of one, with a
-          `config`, a `ModelConfig`.
-        - `losses(model, batch, label_smoothing=, key=)`: in nats, any shape. The mean is taken,
-          over the whole batch, whatever the number of devices and of parts.
-        - `counts(batch)`: of the same shape, False where a loss is not to count. By default all do.
+        - `model`: a model like those that will be trained, or `eqx.filter_eval_shape` of one, with
+          a `config`, a `ModelConfig`.
+        - `losses(model, batch, label_smoothing=, key=)`: in nats, of any shape. Their mean over the
+          whole batch is minimised, whatever the number of devices and of parts. To train mixtures
+          of experts, return a pair: the losses, and the auxiliary loss that is added to the mean.
+        - `counts(batch)`: of the same shape, False where a loss does not count. Default: all count.
+        - `trainable`: which parameters are trained, as a filter for `eqx.partition`. Default: all.
         - `seeds`: one for each of several models that are trained side by side, on a `seeds_mesh`.
-          By default a single model with `training.seed`.
+          Default: a single model with `training.seed`.
 
         **Raises:** `UserError` if the devices of `mesh` cannot share a batch, or the optimizer does
         not fit the model.
         """
         check_rows(mesh, training.batch_size // training.accumulation)
         self.mesh, self.training = mesh, training
-        self._optimizer = make_optimizer(optimizer, training.steps, model)
+        self._losses, self._counts, self._trainable = losses, counts, trainable
+        params = eqx.filter(model, trainable)
+        self._optimizer = make_optimizer(optimizer, training.steps, params)
         self._schedule = make_schedule(optimizer, training.steps)
         self._peak = optimizer.learning_rate
         alone = seeds is None
@@ -100,10 +110,7 @@ class TrainSteps:
             arrays, static = eqx.partition(state, eqx.is_array)
 
             def steps(arrays, batches, count, seed):
-                state = eqx.combine(arrays, static)
-                state, metrics = _run_steps(
-                    training, self._optimizer, state, batches, count, seed, losses, counts
-                )
+                state, metrics = self._steps(eqx.combine(arrays, static), batches, count, seed)
                 return eqx.filter(state, eqx.is_array), metrics
 
             if not alone:
@@ -122,7 +129,7 @@ class TrainSteps:
             init, put = eqx.filter_vmap(self._optimizer.init), place_seeds
         model = put(model, self.mesh)
         with jax.set_mesh(self.mesh):
-            optimizer_state = eqx.filter_jit(init)(eqx.filter(model, eqx.is_inexact_array))
+            optimizer_state = eqx.filter_jit(init)(eqx.filter(model, self._trainable))
         return put(
             TrainState(model, optimizer_state, jnp.zeros(self._seeds.shape, jnp.int32)), self.mesh
         )
@@ -130,8 +137,8 @@ class TrainSteps:
     def __call__(
         self, state: TrainState, batches: PyTree[Shaped[np.ndarray, "steps ..."]], count: int
     ) -> tuple[TrainState, StepMetrics]:
-        """The state after the first `count` of `batches`, `[steps, batch, ...]` (of several seeds,
-        `[steps, seeds, batch, ...]`). Reuses the memory of `state`."""
+        """The state after the first `count` of `batches`, `[steps, batch, ...]` (with several
+        seeds, `[steps, seeds, batch, ...]`). Reuses the memory of `state`."""
         with jax.set_mesh(self.mesh):
             data = (place_batches(batches, self.mesh), jnp.asarray(count), self._seeds)
             return self._run(data, state)
@@ -139,7 +146,7 @@ class TrainSteps:
     def compiled(
         self, state: TrainState, batches: PyTree[Shaped[np.ndarray, "steps ..."]]
     ) -> jax.stages.Compiled:
-        """The program that a call runs, for a look at it."""
+        """The program that a call runs, to inspect."""
         with jax.set_mesh(self.mesh):
             data = (place_batches(batches, self.mesh), jnp.asarray(0), self._seeds)
             run: Any = self._run
@@ -149,110 +156,109 @@ class TrainSteps:
         """That of the update after `step` others (with muon: of the matrices)."""
         return self._peak * float(self._schedule(step))
 
+    def _steps(
+        self,
+        state: TrainState,
+        batches: PyTree[Shaped[Array, "steps batch ..."]],
+        count: Int[Array, ""],
+        seed: Int[Array, ""],
+    ) -> tuple[TrainState, StepMetrics]:
+        arrays, static = eqx.partition(state, eqx.is_array)
 
-def _run_steps(
-    config: TrainingConfig,
-    optimizer: optax.GradientTransformation,
-    state: TrainState,
-    batches: PyTree[Shaped[Array, "steps batch ..."]],
-    count: Int[Array, ""],
-    seed: Int[Array, ""],
-    losses: Losses,
-    counts: Counts | None,
-) -> tuple[TrainState, StepMetrics]:
-    arrays, static = eqx.partition(state, eqx.is_array)
+        def body(i, carry):
+            arrays, metrics = carry
+            batch = jax.tree.map(lambda batch: batch[i], batches)
+            state, new = self._step(eqx.combine(arrays, static), batch, seed)
+            metrics = jax.tree.map(lambda seen, now: seen.at[i].set(now), metrics, new)
+            return eqx.filter(keep_placed(state), eqx.is_array), metrics
 
-    def body(i, carry):
-        arrays, metrics = carry
-        batch = jax.tree.map(lambda batch: batch[i], batches)
-        state = eqx.combine(arrays, static)
-        state, new = _step(config, optimizer, state, batch, seed, losses, counts)
-        metrics = jax.tree.map(lambda seen, now: seen.at[i].set(now), metrics, new)
-        return eqx.filter(keep_placed(state), eqx.is_array), metrics
+        blank = jnp.zeros(len(jax.tree.leaves(batches)[0]))
+        metrics = StepMetrics(blank, blank, blank == 0)
+        arrays, metrics = lax.fori_loop(0, count, body, (arrays, metrics))
+        return keep_placed(eqx.combine(arrays, static)), metrics
 
-    blank = jnp.zeros(len(jax.tree.leaves(batches)[0]))
-    metrics = StepMetrics(blank, blank, blank == 0)
-    arrays, metrics = lax.fori_loop(0, count, body, (arrays, metrics))
-    return keep_placed(eqx.combine(arrays, static)), metrics
-
-
-def _step(
-    config: TrainingConfig,
-    optimizer: optax.GradientTransformation,
-    state: TrainState,
-    batch: PyTree[Shaped[Array, "batch ..."]],
-    seed: Int[Array, ""],
-    losses: Losses,
-    counts: Counts | None,
-) -> tuple[TrainState, StepMetrics]:
-    key = jax.random.fold_in(jax.random.key(seed), state.step)
-    loss, grads = loss_and_grads(state.model, batch, config, losses, counts, key=key)
-    grads = keep_placed(grads)
-    updates, optimizer_state = optimizer.update(
-        grads, state.optimizer_state, eqx.filter(state.model, eqx.is_inexact_array)
-    )
-    model = eqx.apply_updates(state.model, keep_placed(updates))
-    grad_norm = optax.tree.norm(grads)
-    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-    if config.on_nonfinite == "skip":
-        finite &= jnp.isfinite(optax.tree.norm(updates))
-        model, optimizer_state = jax.tree.map(
-            lambda new, old: jnp.where(finite, new, old) if eqx.is_array(new) else new,
-            (model, optimizer_state),
-            (state.model, state.optimizer_state),
-        )
-    state = TrainState(model, optimizer_state, state.step + 1)
-    return state, StepMetrics(loss, grad_norm, finite)
-
-
-def loss_and_grads(
-    model: Any,
-    batch: PyTree[Shaped[Array, "batch ..."]],
-    config: TrainingConfig,
-    losses: Losses = window_losses,
-    counts: Counts | None = None,
-    *,
-    key: PRNGKeyArray | None = None,
-) -> tuple[Float[Array, ""], PyTree]:
-    """The mean loss of a batch and its gradient, in `config.accumulation` equal parts.
-
-    The mean is over all losses that count; of none, it is 0.
-    """
-    parts = config.accumulation
-    counted = jnp.ones(()) if counts is None else jnp.maximum(jnp.sum(counts(batch)), 1)
-
-    @eqx.filter_value_and_grad
-    def loss_of(model, batch, key):
-        model = cast(model, jnp.dtype(config.compute_dtype))
-        drops = max(model.config.dropout, model.config.attention_dropout) > 0
-        key = key if drops else None
-        found = losses(model, batch, label_smoothing=config.label_smoothing, key=key)
-        if counts is None:
-            return jnp.mean(found)
-        if counts(batch).shape != found.shape:
-            raise UserError(
-                f"counts must have the shape of the losses, {list(found.shape)}, got "
-                f"{list(counts(batch).shape)}."
+    def _step(
+        self, state: TrainState, batch: PyTree[Shaped[Array, "batch ..."]], seed: Int[Array, ""]
+    ) -> tuple[TrainState, StepMetrics]:
+        key = jax.random.fold_in(jax.random.key(seed), state.step)
+        loss, grads = self.loss_and_grads(state.model, batch, key)
+        grads = keep_placed(grads)
+        params = eqx.filter(state.model, self._trainable)
+        updates, optimizer_state = self._optimizer.update(grads, state.optimizer_state, params)
+        model = eqx.apply_updates(state.model, keep_placed(updates))
+        grad_norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        if self.training.on_nonfinite == "skip":
+            finite &= jnp.isfinite(optax.tree.norm(updates))
+            model, optimizer_state = jax.tree.map(
+                lambda new, old: jnp.where(finite, new, old) if eqx.is_array(new) else new,
+                (model, optimizer_state),
+                (state.model, state.optimizer_state),
             )
-        # Divided by what counts in all parts, so that no part weighs more than another's losses.
-        return jnp.sum(jnp.where(counts(batch), found, 0)) * parts / counted
+        state = TrainState(model, optimizer_state, state.step + 1)
+        return state, StepMetrics(loss, grad_norm, finite)
 
-    key = jax.random.key(config.seed) if key is None else key
-    if parts == 1:
-        return loss_of(model, batch, key)
+    def loss_and_grads(
+        self, model: Any, batch: PyTree[Shaped[Array, "batch ..."]], key: PRNGKeyArray
+    ) -> tuple[Float[Array, ""], PyTree]:
+        """The mean of a batch's losses that count (0 if none does), and the gradient of this mean
+        and the auxiliary loss, computed in `training.accumulation` equal parts."""
+        parts, counts = self.training.accumulation, self._counts
+        counted = jnp.ones(()) if counts is None else jnp.maximum(jnp.sum(counts(batch)), 1)
+        params, rest = eqx.partition(model, self._trainable)
 
-    def split(x):
-        # Row i of part j is row `i * parts + j`, so that each device keeps its rows.
-        x = jnp.swapaxes(x.reshape(-1, parts, *x.shape[1:]), 0, 1)
-        return constrain(x, None, "batch", *(None,) * (x.ndim - 2))
+        def objective(params, batch, key):
+            mean, aux_loss = self._mean_loss(eqx.combine(params, rest), batch, key, counted)
+            return mean + aux_loss, mean
 
-    def add_part(total, part):
-        return jax.tree.map(jnp.add, total, loss_of(model, *part)), None
+        gradient = eqx.filter_grad(objective, has_aux=True)
+        if parts == 1:
+            grads, loss = gradient(params, batch, key)
+            return loss, grads
 
-    keys = jax.random.split(key, parts)
-    zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, eqx.filter(model, eqx.is_inexact_array)))
-    total, _ = lax.scan(add_part, zero, (jax.tree.map(split, batch), keys))
-    return jax.tree.map(lambda x: x / parts, total)
+        def split(x):
+            # Row i of part j is row `i * parts + j`, so that each device keeps its rows.
+            x = jnp.swapaxes(x.reshape(-1, parts, *x.shape[1:]), 0, 1)
+            return constrain(x, None, "batch", *(None,) * (x.ndim - 2))
+
+        def add_part(total, part):
+            return jax.tree.map(jnp.add, total, gradient(params, *part)), None
+
+        keys = jax.random.split(key, parts)
+        zero = (jax.tree.map(jnp.zeros_like, params), jnp.zeros(()))
+        total, _ = lax.scan(add_part, zero, (jax.tree.map(split, batch), keys))
+        grads, loss = jax.tree.map(lambda x: x / parts, total)
+        return loss, grads
+
+    def _mean_loss(
+        self,
+        model: Any,
+        batch: PyTree[Shaped[Array, "batch ..."]],
+        key: PRNGKeyArray,
+        counted: Float[Array, ""] | Int[Array, ""],
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """The mean loss of one of the parts of a batch, in all parts of which `counted` losses
+        count; and the auxiliary loss."""
+        config = self.training
+        model = cast(model, jnp.dtype(config.compute_dtype))
+        has_dropout = max(model.config.dropout, model.config.attention_dropout) > 0
+        found = self._losses(
+            model,
+            batch,
+            label_smoothing=config.label_smoothing,
+            key=key if has_dropout else None,
+        )
+        losses, aux_loss = found if isinstance(found, tuple) else (found, jnp.zeros(()))
+        if self._counts is None:
+            return jnp.mean(losses), aux_loss
+        counts = self._counts(batch)
+        if counts.shape != losses.shape:
+            raise UserError(
+                f"counts must have the shape of the losses, {list(losses.shape)}, got "
+                f"{list(counts.shape)}."
+            )
+        # Divided by the count in all parts, so that every loss weighs the same.
+        return jnp.sum(jnp.where(counts, losses, 0)) * config.accumulation / counted, aux_loss
 
 
 def cast(model: T, dtype: Any) -> T:

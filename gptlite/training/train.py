@@ -10,7 +10,8 @@ from tqdm import tqdm
 from gptlite.config import OptimizerConfig, TrainingConfig
 from gptlite.sharding import make_mesh
 from gptlite.training.fit import BatchOf, fit
-from gptlite.training.step import Counts, Losses, TrainSteps
+from gptlite.training.optimizer import is_parameter
+from gptlite.training.step import Counts, Losses, Trainable, TrainSteps
 
 M = TypeVar("M", bound=eqx.Module)
 
@@ -23,6 +24,7 @@ def train(
     training: TrainingConfig,
     *,
     counts: Counts | None = None,
+    trainable: Trainable = is_parameter,
     look: Callable[[M], str] = lambda model: "",
 ) -> M:
     """A copy of `model`, trained for `training.steps` steps. Progress is shown on the way.
@@ -34,11 +36,10 @@ def train(
     **Arguments:**
 
     - `model`: with a `config`, a `ModelConfig`, which tells if there is dropout.
-    - `losses(model, batch, label_smoothing=, key=)`: in nats, any shape; the mean is taken.
+    - `losses(model, batch, label_smoothing=, key=)`, `counts(batch)`, `trainable`: see
+      `TrainSteps`.
     - `batch(step)`: NumPy arrays, in any pytree, that begin with an axis of `training.batch_size`.
       The same for the same step, if training is to be repeatable. Called on a thread.
-    - `counts(batch)`: False where a loss is padding's, in the shape of the losses. The mean is over
-      the others in the whole batch, whatever the number of devices and of accumulation parts.
     - `look(model)`: called every `training.eval_every` steps and at the end; what it returns is
       shown. The model that it is given lives until it returns.
 
@@ -46,7 +47,9 @@ def train(
     model, or a batch has not the size or the shapes that it should; `DivergenceError` at a loss or
     gradient that is not finite.
     """
-    train_steps = TrainSteps(model, optimizer, training, make_mesh(), losses=losses, counts=counts)
+    train_steps = TrainSteps(
+        model, optimizer, training, make_mesh(), losses=losses, counts=counts, trainable=trainable
+    )
     silent = not sys.stdout.isatty()
     with tqdm(total=training.steps, unit="step", file=sys.stdout, disable=silent) as bar:
         for progress in fit(train_steps.init(model), train_steps, batch):

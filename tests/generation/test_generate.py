@@ -73,6 +73,18 @@ def test_a_batch_gives_what_its_rows_give_alone():
         np.testing.assert_array_equal(alone[0], together[row])
 
 
+@pytest.mark.parametrize("changes", [{}, {"stack": "scan", "n_kv_heads": 1}], ids=str)
+def test_prompts_of_different_lengths_share_a_batch(changes):
+    """Far beyond the context, which each row fills at another time."""
+    model = tiny_model(**changes)
+    prompts = jax.random.randint(jax.random.key(0), (3, C), 0, VOCAB)
+    lengths, keys = np.array([C, 1, 5]), jax.random.split(jax.random.key(1), 3)
+    together = generate(model, prompts, 40, lengths=lengths, keys=keys)
+    for row, length in enumerate(lengths):
+        prompt, key = prompts[row : row + 1, :length], keys[row : row + 1]
+        np.testing.assert_array_equal(generate(model, prompt, 40, keys=key)[0], together[row])
+
+
 def test_no_prompts_give_no_texts():
     none = jnp.zeros((0, 3), jnp.int32)
     new = generate(tiny_model(), none, 5, keys=jax.random.split(jax.random.key(0), 0))

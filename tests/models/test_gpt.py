@@ -11,7 +11,7 @@ from jaxtyping import TypeCheckError
 
 from gptlite.config import ModelConfig, UserError
 from gptlite.models.gpt import GPT
-from gptlite.testing import LAWS, check_block
+from gptlite.research.check_block import CHECKS, check_block
 
 IDS = jax.random.randint(jax.random.key(2), (3, TINY.context_length), 0, VOCAB)
 forward = eqx.filter_jit(lambda model, ids, key=None: model(ids, key=key))
@@ -20,18 +20,10 @@ forward = eqx.filter_jit(lambda model, ids, key=None: model(ids, key=key))
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_way_of_putting_a_model_together_is_right(name):
     model = tiny_model(**VARIANTS[name] | {"n_layers": 1})
-    # Softmax does not feel a bias of the keys, unless QK-norm or rotary positions turn it.
+    # Softmax cancels a bias of the keys, unless QK-norm or rotary positions turn it.
     gpt2 = model.config.bias and not model.config.qk_norm
-    report = check_block(model, idle=["stack.blocks.attention.key.bias"] if gpt2 else ())
-    assert set(report.laws) == set(LAWS) - {"scan", "both ways"}
-
-
-def test_a_padding_mask_of_all_tokens_is_none():
-    model = tiny_model()
-    all_there = jnp.ones(IDS.shape, bool)
-    np.testing.assert_allclose(
-        model(IDS, padding_mask=all_there), forward(model, IDS), rtol=1e-5, atol=1e-5
-    )
+    report = check_block(model, idle=["stack.blocks.attention.heads.key.bias"] if gpt2 else ())
+    assert set(report.checks) == set(CHECKS) - {"scan", "both ways"}
 
 
 def test_logits_stay_within_their_cap():
@@ -75,7 +67,8 @@ def test_dropout_needs_a_key_and_is_a_function_of_it(which):
         ),
         ("attention", lambda x: x, r"Own must return a pair, \(y, cache\)"),
         ("attention", lambda x: (x[:, :1], None), r"made \[3, 1, 16\] of \[3, 12, 16\]"),
-        ("block", lambda x: (x[:, :1], None), r"made \[3, 1, 16\] of \[3, 12, 16\]"),
+        ("block", lambda x: (x, None), r"Own must return three values"),
+        ("block", lambda x: (x[:, :1], None, 0.0), r"made \[3, 1, 16\] of \[3, 12, 16\]"),
     ],
 )
 def test_what_would_broadcast_is_refused(stack, knob, output, words):
@@ -111,9 +104,9 @@ def test_gpt2s_initialisation_is_gpt2s():
     for weight, std in [
         (model.embedding.weight, 0.02),
         (model.positions.weight, 0.02),
-        (block.attention.query.weight, 0.02),
+        (block.attention.heads.query.weight, 0.02),
         (block.mlp.up.weight, 0.02),
-        (block.attention.output.weight, 0.005),
+        (block.attention.heads.output.weight, 0.005),
         (block.mlp.down.weight, 0.005),
     ]:
         np.testing.assert_allclose(weight.std(), std, rtol=0.05)

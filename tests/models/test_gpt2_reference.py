@@ -56,16 +56,16 @@ def ours(theirs) -> GPT:
         "norm.bias": state["transformer.ln_f.bias"],
     }
     for i, part in enumerate(("query", "key", "value")):
-        weights[f"stack.blocks.attention.{part}.weight"] = qkv[i]
-        weights[f"stack.blocks.attention.{part}.bias"] = qkv_bias[i]
+        weights[f"stack.blocks.attention.heads.{part}.weight"] = qkv[i]
+        weights[f"stack.blocks.attention.heads.{part}.bias"] = qkv_bias[i]
     for mine, their in {
-        "attention.output": "attn.c_proj",
+        "attention.heads.output": "attn.c_proj",
         "mlp.up": "mlp.c_fc",
         "mlp.down": "mlp.c_proj",
     }.items():
         weights[f"stack.blocks.{mine}.weight"] = layers(f"{their}.weight").swapaxes(1, 2)
         weights[f"stack.blocks.{mine}.bias"] = layers(f"{their}.bias")
-    for mine, their in {"attention_norm": "ln_1", "mlp_norm": "ln_2"}.items():
+    for mine, their in {"attention_residual.norm": "ln_1", "mlp_residual.norm": "ln_2"}.items():
         weights[f"stack.blocks.{mine}.weight"] = layers(f"{their}.weight")
         weights[f"stack.blocks.{mine}.bias"] = layers(f"{their}.bias")
 
@@ -95,7 +95,7 @@ def test_logits_and_loss_gradients_equal_hugging_faces(ours, theirs):
     @eqx.filter_jit
     @eqx.filter_value_and_grad
     def loss(model):
-        return jnp.mean(window_losses(model, jnp.asarray(ids)))
+        return jnp.mean(window_losses(model, jnp.asarray(ids))[0])
 
     value, grads = loss(ours)
     np.testing.assert_allclose(value, expected.loss.item(), rtol=1e-5)

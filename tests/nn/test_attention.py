@@ -1,3 +1,4 @@
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,23 +12,24 @@ from jaxtyping import TypeCheckError
 from gptlite.nn import (
     ALiBi,
     Attention,
-    Bidirectional,
-    Causal,
+    Context,
     CrossAttention,
-    LayerCache,
+    Heads,
     Linear,
-    NoPositions,
     RelativeBias,
     Rotary,
-    SlidingWindow,
+    ValueResidual,
     attend,
+    causal_mask,
     dot_product,
 )
 
+CAUSAL = {"is_causal": True}
 
-def one_head(q, k, v, offset: Any = 0, **options: Any):
+
+def one_head(q, k, v, **options: Any):
     """`attend` for `[batch, seq, d_head]`."""
-    return attend(q[:, None], k[:, None], v[:, None], offset, **options)[:, 0]
+    return attend(q[:, None], k[:, None], v[:, None], **options)[:, 0]
 
 
 def three_heads(q, k, v, **options):
@@ -72,26 +74,34 @@ def random_qkv(queries, keys, scale=1.0):
 )
 def test_attention_is_the_formula(queries, keys, offset):
     q, k, v = random_qkv(queries, keys)
+    out = one_head(q, k, v, mask=causal_mask(queries, keys, offset))
     # 1e-5: float32 sums of 8 to 9 terms of size 1, against float64.
-    np.testing.assert_allclose(
-        one_head(q, k, v, offset), reference(q, k, v, offset), rtol=1e-5, atol=1e-5
-    )
+    np.testing.assert_allclose(out, reference(q, k, v, offset), rtol=1e-5, atol=1e-5)
+    if queries == keys:
+        np.testing.assert_array_equal(out, one_head(q, k, v, **CAUSAL))
 
 
 def test_large_scores_neither_overflow_nor_lose_the_sum():
     q, k, v = random_qkv(6, 6, scale=40.0)
-    out = one_head(q, k, v)
+    out = one_head(q, k, v, **CAUSAL)
     # Scores reach 5,000, and float32 holds those to 5e-4: an error that the exponential passes on.
     np.testing.assert_allclose(out, reference(q, k, v), rtol=5e-3, atol=5e-2)
 
 
-def test_the_offset_may_be_known_only_at_run_time():
+def test_each_row_may_start_somewhere_else():
     q, k, v = random_qkv(2, 9)
-    out = jax.jit(one_head)(q, k, v, jnp.asarray(4))
-    np.testing.assert_allclose(out, reference(q, k, v, 4), rtol=1e-5, atol=1e-5)
+    starts = jnp.array([0, 4, 7])
+    masked = functools.partial(one_head, mask=causal_mask(2, 9, starts))
+    out = jax.jit(masked)(q, k, v)
+    for row, start in enumerate(starts):
+        one = slice(row, row + 1)
+        alone = reference(q[one], k[one], v[one], int(start))
+        np.testing.assert_allclose(out[row], alone[0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(1), SlidingWindow(4), Bidirectional()])
+@pytest.mark.parametrize(
+    "mask", [CAUSAL, CAUSAL | {"window": 1}, CAUSAL | {"window": 4}, {}], ids=str
+)
 @pytest.mark.parametrize("kv_heads", [2, 4])
 def test_flash_attention_is_asked_for_the_same_in_value_and_gradients(mask, kv_heads, flash):
     keys = jax.random.split(jax.random.key(0), 3)
@@ -100,7 +110,7 @@ def test_flash_attention_is_asked_for_the_same_in_value_and_gradients(mask, kv_h
 
     def value_and_gradients(*args):
         def loss(args):
-            out = attend(*args, mask=mask).astype(jnp.float32)
+            out = attend(*args, **mask).astype(jnp.float32)
             return jnp.sum(jnp.sin(out)), out
 
         (_, out), grads = jax.value_and_grad(loss, has_aux=True)(args)
@@ -117,21 +127,19 @@ def test_flash_attention_is_only_for_what_it_can_do(flash, monkeypatch):
     q, k, v = (x.astype(jnp.bfloat16) for x in random_qkv(9, 9))
     monkeypatch.setattr(jax.nn, "dot_product_attention", None)
     with pytest.raises(TypeError, match="not callable"):
-        one_head(q, k, v)
-    key, dropout = jax.random.key(0), eqx.nn.Dropout(0.1)
+        one_head(q, k, v, **CAUSAL)
     for options in (
-        {"padding_mask": jnp.ones((3, 9), bool)},
-        {"score_bias": ALiBi(1)},
-        {"dropout": dropout, "dropout_key": key},
-        {"offset": jnp.asarray(0)},
+        {"mask": jnp.ones((3, 1, 9, 9), bool)},
+        {"bias": ALiBi(1)(9, 9, 0)},
+        {"dropout": 0.1, "dropout_key": jax.random.key(0)},
     ):
         one_head(q, k, v, **options)
-    one_head(q[:, -1:], k, v, 8)
+    one_head(q[:, -1:], k, v)
 
 
 def test_bfloat16_stays_near_float32():
     q, k, v = random_qkv(9, 9)
-    out = one_head(*(x.astype(jnp.bfloat16) for x in (q, k, v)))
+    out = one_head(*(x.astype(jnp.bfloat16) for x in (q, k, v)), **CAUSAL)
     assert out.dtype == jnp.bfloat16
     # bfloat16 holds 8 bits: 2^-8 of values of size 1, some roundings deep.
     np.testing.assert_allclose(out.astype(jnp.float32), reference(q, k, v), atol=0.05)
@@ -139,10 +147,9 @@ def test_bfloat16_stays_near_float32():
 
 def test_dropout_on_weights_keeps_the_mean_and_needs_a_key():
     q, k, v = random_qkv(5, 5)
-    dropout = eqx.nn.Dropout(0.5)
-    plain = one_head(q, k, v, dropout=dropout)
+    plain = one_head(q, k, v, dropout=0.5)
     np.testing.assert_array_equal(plain, one_head(q, k, v))
-    many = jax.vmap(lambda key: one_head(q, k, v, dropout=dropout, dropout_key=key))(
+    many = jax.vmap(lambda key: one_head(q, k, v, dropout=0.5, dropout_key=key))(
         jax.random.split(jax.random.key(1), 4000)
     )
     assert not np.allclose(many[0], many[1])
@@ -150,9 +157,12 @@ def test_dropout_on_weights_keeps_the_mean_and_needs_a_key():
     np.testing.assert_allclose(many.mean(0), plain, atol=6 / np.sqrt(4000))
 
 
+def heads(d_model=16, n_heads=4, **options) -> Heads:
+    return Heads(d_model, n_heads, std=0.5, output_std=0.5, key=jax.random.key(0), **options)
+
+
 def attention(**options) -> Attention:
-    options = {"positions": Rotary(), "std": 0.5, "output_std": 0.5} | options
-    return Attention(16, 4, key=jax.random.key(0), **options)
+    return Attention(heads(**options), Rotary())
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
@@ -162,7 +172,7 @@ def test_multi_head_attention_is_its_parts(qk_norm):
     out, cache = module(x)
     assert cache is None
 
-    def heads(linear):
+    def split(linear):
         y = np.asarray(x, np.float64) @ np.asarray(linear.weight).T + np.asarray(linear.bias)
         return y.reshape(6, 4, 4).transpose(1, 0, 2)
 
@@ -173,8 +183,9 @@ def test_multi_head_attention_is_its_parts(qk_norm):
         cos, sin = np.cos(angle), np.sin(angle)
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
-    mixed = reference(rotate(heads(module.query)), rotate(heads(module.key)), heads(module.value))
-    expected = mixed.transpose(1, 0, 2).reshape(6, 16) @ np.asarray(module.output.weight).T
+    h = module.heads
+    mixed = reference(rotate(split(h.query)), rotate(split(h.key)), split(h.value))
+    expected = mixed.transpose(1, 0, 2).reshape(6, 16) @ np.asarray(h.output.weight).T
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -188,8 +199,8 @@ def test_a_layer_of_ones_own_in_place_of_query_is_called():
 
     plain = attention()
     doubled = Doubled(jax.random.key(9))
-    twice = eqx.tree_at(lambda a: a.query, plain, doubled)
-    weighted = eqx.tree_at(lambda a: a.query.weight, plain, 2 * doubled.weight)
+    twice = eqx.tree_at(lambda a: a.heads.query, plain, doubled)
+    weighted = eqx.tree_at(lambda a: a.heads.query.weight, plain, 2 * doubled.weight)
     x = jax.random.normal(jax.random.key(1), (6, 16))
     np.testing.assert_allclose(twice(x)[0], weighted(x)[0], rtol=1e-5, atol=1e-5)
 
@@ -199,30 +210,23 @@ def test_a_cache_read_in_two_parts_equals_one_whole(first):
     module = attention()
     x = jax.random.normal(jax.random.key(1), (2, 8, 16))
     whole, _ = module(x)
-    empty = jnp.zeros((2, 4, 10, 4))
-    cache = LayerCache(empty, empty)
-    a, cache = module(x[:, :first], cache, 0)
-    b, cache = module(x[:, first:], cache, first)
+    cache = module.init_cache((2,), 10, jnp.float32)
+    a, cache = module(x[:, :first], cache, Context(start=jnp.asarray(0)))
+    b, cache = module(x[:, first:], cache, Context(start=jnp.asarray(first)))
     np.testing.assert_allclose(jnp.concatenate([a, b], 1), whole, rtol=1e-5, atol=1e-5)
 
 
-def reference_with(query, key, value, *, bias=None, window=None, tokens=None):
-    """The formula in float64, with what may be added to it: `bias[i, j]`, a window, and tokens
-    that are padding (False)."""
+def reference_with(query, key, value, *, bias=None, window=None):
+    """The formula in float64, with what may be added to it: `bias[i, j]`, and a window."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     out = np.zeros(query.shape)
     for row, i in np.ndindex(query.shape[:2]):
-        seen = [
-            j
-            for j in range(i + 1)
-            if (window is None or i - j < window) and (tokens is None or tokens[row, j])
-        ]
-        if seen:
-            scores = key[row, seen] @ query[row, i] / np.sqrt(query.shape[-1])
-            if bias is not None:
-                scores = scores + bias[row, i, seen]
-            weights = np.exp(scores - scores.max())
-            out[row, i] = (weights / weights.sum()) @ value[row, seen]
+        seen = [j for j in range(i + 1) if window is None or i - j < window]
+        scores = key[row, seen] @ query[row, i] / np.sqrt(query.shape[-1])
+        if bias is not None:
+            scores = scores + bias[row, i, seen]
+        weights = np.exp(scores - scores.max())
+        out[row, i] = (weights / weights.sum()) @ value[row, seen]
     return out
 
 
@@ -230,7 +234,7 @@ def reference_with(query, key, value, *, bias=None, window=None, tokens=None):
 def test_both_ways_every_query_sees_every_key(queries, keys):
     q, k, v = (np.asarray(x, np.float64) for x in random_qkv(queries, keys))
     weights = np.exp(q @ k.swapaxes(-1, -2) / np.sqrt(8))
-    out = one_head(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)), mask=Bidirectional())
+    out = one_head(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)))
     np.testing.assert_allclose(
         out, weights / weights.sum(-1, keepdims=True) @ v, rtol=1e-5, atol=1e-5
     )
@@ -239,32 +243,30 @@ def test_both_ways_every_query_sees_every_key(queries, keys):
 @pytest.mark.parametrize("n_kv_heads", [1, 2, 4])
 def test_weights_times_values_are_what_comes_out(n_kv_heads):
     """With a cache, a mask, padding and shared keys."""
-    layer = attention(n_kv_heads=n_kv_heads, mask=SlidingWindow(3), qk_norm=True)
+    layer = Attention(heads(n_kv_heads=n_kv_heads, qk_norm=True), Rotary(), window=3)
     x = jax.random.normal(jax.random.key(1), (2, 5, 16))
-    mask = jnp.arange(8) < jnp.array([[8], [3]])
     cache = layer.init_cache((2,), 8, jnp.float32)
-    given = {"cache": cache, "offset": jnp.asarray(0), "padding_mask": mask}
-    weights = layer.weights(x, **given)
+    given = cache, Context(start=jnp.array([0, 2]))
+    weights = layer.weights(x, *given)
     assert weights.shape == (2, 4, 5, 8)
-    out, cache = layer(x, **given)
+    out, cache = layer(x, *given)
     assert cache is not None
     values = cache.values.reshape(2, n_kv_heads, 8, 4).repeat(4 // n_kv_heads, axis=1)
     joined = (weights @ values).swapaxes(1, 2).reshape(2, 5, 16)
-    np.testing.assert_allclose(out, layer.output(joined), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(out, layer.heads.output(joined), rtol=1e-4, atol=1e-5)
 
 
 def test_cross_attention_is_attention_to_what_was_read():
-    layer = CrossAttention(16, 4, n_kv_heads=2, std=0.5, output_std=0.5, key=jax.random.key(0))
+    layer = CrossAttention(heads(n_kv_heads=2))
     x = jax.random.normal(jax.random.key(1), (2, 3, 16))
     memory = jax.random.normal(jax.random.key(2), (2, 6, 16))
-    mask = jnp.arange(6) < jnp.array([[6], [2]])
-    read = layer.read(memory, mask)
+    read = layer.read(memory, jnp.array([6, 2]))
     out, weights = layer(x, read), layer.weights(x, read)
     np.testing.assert_allclose(weights.sum(-1), 1.0, rtol=1e-5)
     assert not weights[1, ..., 2:].any()
     values = read.values.reshape(2, 2, 6, 4).repeat(2, axis=1)
     joined = (weights @ values).swapaxes(1, 2).reshape(2, 3, 16)
-    np.testing.assert_allclose(out, layer.output(joined), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(out, layer.heads.output(joined), rtol=1e-4, atol=1e-5)
     alone = layer(x[1], layer.read(memory[1, :2]))
     np.testing.assert_allclose(out[1], alone, rtol=1e-4, atol=1e-5)
 
@@ -288,7 +290,7 @@ def test_relative_bias_both_ways_has_half_of_the_buckets_for_each():
 @pytest.mark.parametrize("window", [1, 4])
 def test_a_sliding_window_sees_so_many(window):
     q, k, v = random_qkv(9, 9)
-    out = one_head(q, k, v, mask=SlidingWindow(window))
+    out = one_head(q, k, v, **CAUSAL, window=window)
     np.testing.assert_allclose(out, reference_with(q, k, v, window=window), rtol=1e-5, atol=1e-5)
 
 
@@ -297,7 +299,7 @@ def test_alibi_takes_off_by_distance():
     q, k, v = random_qkv(9, 9)
     distance = np.arange(9)[:, None] - np.arange(9)
     bias = -(2.0 ** (-8 * np.arange(1, 4) / 3))[:, None, None] * distance
-    out = three_heads(q, k, v, score_bias=ALiBi(3))
+    out = three_heads(q, k, v, bias=ALiBi(3)(9, 9, 0), **CAUSAL)
     np.testing.assert_allclose(out, reference_with(q, k, v, bias=bias), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(ALiBi(8)(2, 2, 0)[:, 1, 0], -(0.5 ** np.arange(1, 9)))
 
@@ -314,10 +316,12 @@ def test_relative_bias_is_t5s_table():
 
 
 def test_grouped_queries_share_keys_and_values():
-    grouped = attention(n_kv_heads=2, positions=Rotary(), bias=True)
+    grouped = attention(n_kv_heads=2, bias=True)
     x = jax.random.normal(jax.random.key(1), (2, 6, 16))
-    assert grouped.key.weight.shape == (8, 16)
+    assert grouped.heads.key.weight.shape == (8, 16)
     assert grouped.init_cache((2,), 6, x.dtype).keys.shape == (2, 2, 6, 4)
+
+    h = grouped.heads
 
     def repeated(layer):  # heads 0 and 1 are given the first, 2 and 3 the second
         weight = layer.weight.reshape(2, 4, 16).repeat(2, axis=0).reshape(16, 16)
@@ -326,30 +330,32 @@ def test_grouped_queries_share_keys_and_values():
 
     whole = eqx.tree_at(
         lambda a: (a.query, a.key, a.value, a.output),
-        attention(positions=Rotary(), bias=True),
-        (grouped.query, repeated(grouped.key), repeated(grouped.value), grouped.output),
+        heads(bias=True),
+        (h.query, repeated(h.key), repeated(h.value), h.output),
     )
+    whole = Attention(whole, Rotary())
     np.testing.assert_allclose(grouped(x)[0], whole(x)[0], rtol=1e-5, atol=1e-5)
 
 
-def test_padding_is_not_seen_and_what_sees_nothing_is_zero():
-    q, k, v = random_qkv(9, 9)
-    tokens = np.array([[True] * 9, [False] * 3 + [True] * 6, [True] * 5 + [False] * 4])
-    out = one_head(q, k, v, padding_mask=jnp.asarray(tokens))
-    np.testing.assert_allclose(out, reference_with(q, k, v, tokens=tokens), rtol=1e-5, atol=1e-5)
-    assert not np.any(out[1, :3])
-    grads = jax.grad(lambda q: jnp.sum(one_head(q, k, v, padding_mask=jnp.asarray(tokens))))(q)
-    assert np.isfinite(grads).all()
+def test_an_encoder_does_not_see_padding():
+    layer = Attention(heads(), Rotary(), causal=False)
+    x = jax.random.normal(jax.random.key(1), (3, 6, 16))
+    out, _ = layer(x, None, Context(lengths=jnp.array([6, 4, 1])))
+    for row, length in enumerate((6, 4, 1)):
+        np.testing.assert_allclose(
+            out[row, :length], layer(x[row, :length])[0], rtol=1e-5, atol=1e-5
+        )
 
 
 def test_a_value_residual_mixes_in_the_first_layers_values():
-    module = attention(value_residual=True)
+    module = Attention(heads(), Rotary(), value_residual=ValueResidual())
     module = eqx.tree_at(lambda a: a.value_residual.weight, module, jnp.array([0.25, 2.0]))
     x, first = jax.random.normal(jax.random.key(1), (2, 6, 16))
-    mixed = Bare(lambda x: 0.25 * module.value(x) + 2.0 * first)
-    plain = eqx.tree_at(lambda a: (a.value, a.value_residual), module, (mixed, None))
-    np.testing.assert_allclose(module(x, first_values=first)[0], plain(x)[0], rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(module.first_values(x), module.value(x))
+    mixed = Bare(lambda x: 0.25 * module.heads.value(x) + 2.0 * first)
+    plain = eqx.tree_at(lambda a: (a.heads.value, a.value_residual), module, (mixed, None))
+    out, _ = module(x, None, Context(first_values=first))
+    np.testing.assert_allclose(out, plain(x)[0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(module.first_values(x), module.heads.value(x))
 
 
 class Bare(eqx.Module):
@@ -362,13 +368,13 @@ class Bare(eqx.Module):
 
 def test_heads_that_do_not_divide_the_width_are_refused():
     with pytest.raises(ValueError, match="multiple of n_heads, got 16 and 3"):
-        Attention(16, 3, positions=NoPositions(), std=1.0, output_std=1.0, key=jax.random.key(0))
+        heads(16, 3)
     with pytest.raises(ValueError, match="multiple of n_kv_heads, got 4 and 3"):
-        attention(n_kv_heads=3)
+        heads(n_kv_heads=3)
 
 
 def test_an_odd_head_cannot_rotate():
-    module = Attention(6, 2, positions=Rotary(), std=1.0, output_std=1.0, key=jax.random.key(0))
+    module = Attention(heads(6, 2), Rotary())
     with pytest.raises(ValueError, match="must be even, got 3"):
         module(jnp.zeros((2, 6)))
 

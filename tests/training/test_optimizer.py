@@ -60,7 +60,7 @@ def named(model):
 def one_update(config, grads_of=lambda params: jax.tree.map(jnp.zeros_like, params)):
     model = tiny_model(norm="layer", bias=True, positions="learned")
     params = eqx.filter(model, eqx.is_inexact_array)
-    optimizer = make_optimizer(config, 10, model)
+    optimizer = make_optimizer(config, 10, params)
     updates, _ = jax.jit(optimizer.update)(grads_of(params), optimizer.init(params), params)
     return named(params), named(updates)
 
@@ -140,7 +140,7 @@ def test_tables_and_gains_inside_the_blocks_are_adams():
     model = tiny_model(positions="relative", mlp="moe", norm="dyt", value_residual=True)
     config = dataclasses.replace(PLAIN, name="muon", learning_rate=0.0, adam_learning_rate=1.0)
     params = eqx.filter(model, eqx.is_inexact_array)
-    optimizer = make_optimizer(config, 10, model)
+    optimizer = make_optimizer(config, 10, params)
     updates, _ = jax.jit(optimizer.update)(
         jax.tree.map(jnp.ones_like, params), optimizer.init(params), params
     )
@@ -151,7 +151,7 @@ def test_tables_and_gains_inside_the_blocks_are_adams():
         "attention.value_residual.weight",
         *(
             f"{norm}.{gain}"
-            for norm in ("attention_norm", "mlp_norm")
+            for norm in ("attention_residual.norm", "mlp_residual.norm")
             for gain in ("alpha", "weight")
         ),
     }

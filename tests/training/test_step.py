@@ -11,12 +11,11 @@ from gptlite.config import OptimizerConfig, TrainingConfig, UserError
 from gptlite.models.gpt import GPT
 from gptlite.sharding import make_mesh
 from gptlite.training.loss import window_losses
-from gptlite.training.step import TrainSteps, loss_and_grads
+from gptlite.training.step import TrainSteps
 
 TRAINING = TrainingConfig(steps=10, batch_size=4, steps_per_dispatch=5, compute_dtype="float32")
 SHAPE = (5, 4, TINY.context_length + 1)
 BATCHES = np.random.default_rng(5).integers(VOCAB, size=SHAPE).astype(np.int32)
-grads_of = eqx.filter_jit(loss_and_grads)
 
 
 def trees_close(a, b, rtol=1e-5):
@@ -28,6 +27,12 @@ def trees_close(a, b, rtol=1e-5):
 def steps_of(model, optimizer=None, training=TRAINING, **options) -> TrainSteps:
     optimizer = OptimizerConfig() if optimizer is None else optimizer
     return TrainSteps(model, optimizer, training, make_mesh(), **options)
+
+
+def grads_of(model, batch, training=TRAINING, **options):
+    mesh = make_mesh(devices=jax.devices()[:1])
+    steps = TrainSteps(model, OptimizerConfig(), training, mesh, **options)
+    return eqx.filter_jit(steps.loss_and_grads)(model, batch, jax.random.key(0))
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -52,13 +57,14 @@ def test_the_mean_is_over_what_counts_whatever_the_parts(parts):
         return window_losses(model, batch["windows"], **options)
 
     def by_hand(model):
-        return jnp.sum(jnp.where(real, window_losses(model, jnp.asarray(BATCHES[0])), 0)) / 18
+        return jnp.sum(jnp.where(real, window_losses(model, jnp.asarray(BATCHES[0]))[0], 0)) / 18
 
     training = dataclasses.replace(TRAINING, accumulation=parts)
-    found = grads_of(model, batch, training, losses, lambda batch: batch["real"])
+    options = {"losses": losses, "counts": lambda batch: batch["real"]}
+    found = grads_of(model, batch, training, **options)
     trees_close(eqx.filter_value_and_grad(by_hand)(model), found)
     nothing = batch | {"real": np.zeros_like(real)}
-    loss, grads = grads_of(model, nothing, training, losses, lambda batch: batch["real"])
+    loss, grads = grads_of(model, nothing, training, **options)
     assert float(loss) == 0
     assert all(not np.any(grad) for grad in jax.tree.leaves(grads))
 
@@ -66,9 +72,7 @@ def test_the_mean_is_over_what_counts_whatever_the_parts(parts):
 def test_counts_of_another_shape_are_refused():
     """They would broadcast, and make another mean."""
     with pytest.raises(UserError, match=r"shape of the losses, \[4, 12\], got \[4, 1\]"):
-        grads_of(
-            tiny_model(), jnp.asarray(BATCHES[0]), TRAINING, counts=lambda batch: batch[:, :1] >= 0
-        )
+        grads_of(tiny_model(), jnp.asarray(BATCHES[0]), counts=lambda batch: batch[:, :1] >= 0)
 
 
 def test_parts_do_not_change_the_balance_loss():
@@ -86,8 +90,8 @@ def test_dropout_drops_other_activations_in_every_row():
     """Equal rows; with the same masks they would have the same losses."""
     model = tiny_model(dropout=0.5)
     batch = np.repeat(BATCHES[0, :1], 4, axis=0)
-    per_row = window_losses(model, jnp.asarray(batch), key=jax.random.key(0)).mean(axis=1)
-    assert len(set(per_row.tolist())) == 4
+    losses, _ = window_losses(model, jnp.asarray(batch), key=jax.random.key(0))
+    assert len(set(losses.mean(axis=1).tolist())) == 4
 
 
 def test_gradients_of_the_loss_agree_with_finite_differences_in_float64():
@@ -101,7 +105,7 @@ def test_gradients_of_the_loss_agree_with_finite_differences_in_float64():
 
         @jax.jit
         def loss(params):
-            return jnp.mean(window_losses(eqx.combine(params, static), batch))
+            return jnp.mean(window_losses(eqx.combine(params, static), batch)[0])
 
         grads = jax.jit(jax.grad(loss))(params)
         random = np.random.default_rng(0)

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import VOCAB, tiny_model
+from conftest import tiny_model
 from jax import lax
 
 from gptlite.config import ModelConfig
-from gptlite.laws import recognise
 from gptlite.models.gpt import GPT
-from gptlite.nn import Embedding, Linear, RMSNorm, Rotary
-from gptlite.testing import SMALL, CheckError, check_block, main
+from gptlite.nn import WHOLE_SEQUENCE, Linear, RMSNorm, Rotary
+from gptlite.nn.cache import write_at
+from gptlite.research.check_block import SMALL, CheckError, check_block, main
 
 D = 16
 
@@ -37,20 +37,16 @@ class OneHead(eqx.Module):
     def init_cache(self, batch, capacity, dtype):
         return (jnp.zeros((*batch, capacity, D), dtype),) * 2
 
-    def positions(self, x, offset):
-        return Rotary()(x, offset)
+    def positions(self, x, start):
+        return Rotary()(x[..., None, :, :], start)[..., 0, :, :]
 
-    def write(self, cache, new, offset):
-        return tuple(
-            lax.dynamic_update_slice_in_dim(old, part, offset, axis=-2)
-            for old, part in zip(cache, new, strict=True)
-        )
+    def write(self, cache, new, start):
+        pairs = zip(cache, new, strict=True)
+        return tuple(write_at(old, part, jnp.asarray(start), axis=-2) for old, part in pairs)
 
-    def mask(self, queries, keys, offset):
-        return jnp.arange(keys) <= offset + jnp.arange(queries)[:, None]
-
-    def padding(self, mask):
-        return mask[..., None, :]
+    def mask(self, queries, keys, start):
+        places = jnp.asarray(start)[..., None] + jnp.arange(queries)
+        return jnp.arange(keys) <= places[..., None]
 
     def weights(self, scores):
         return jax.nn.softmax(scores, axis=-1)
@@ -58,21 +54,20 @@ class OneHead(eqx.Module):
     def mix(self, weights, values):
         return (weights @ values.astype(weights.dtype)).astype(values.dtype)
 
-    def __call__(self, x, cache=None, offset=0, *, padding_mask=None, key=None):
-        q, k = (self.positions(layer(x), offset) for layer in (self.query, self.key))
+    def __call__(self, x, cache=None, context=WHOLE_SEQUENCE, *, key=None):
+        start = context.start
+        q, k = (self.positions(layer(x), start) for layer in (self.query, self.key))
         v = self.value(x)
         if cache is not None:
-            cache = k, v = self.write(cache, (k, v), offset)
+            cache = k, v = self.write(cache, (k, v), start)
         scores = (q @ jnp.swapaxes(k, -1, -2)).astype(jnp.promote_types(q.dtype, jnp.float32)) / 4
-        seen = self.mask(q.shape[-2], k.shape[-2], offset)
-        if padding_mask is not None:
-            seen = seen & self.padding(padding_mask)
+        seen = self.mask(q.shape[-2], k.shape[-2], start)
         return self.mix(self.weights(jnp.where(seen, scores, -1e9)), v), cache
 
 
 class Sees1Ahead(OneHead):
-    def mask(self, queries, keys, offset):
-        return jnp.arange(keys) <= offset + jnp.arange(queries)[:, None] + 1
+    def mask(self, queries, keys, start):
+        return super().mask(queries, keys, start + 1)
 
 
 class SoftmaxOverQueries(OneHead):
@@ -80,35 +75,30 @@ class SoftmaxOverQueries(OneHead):
         return jax.nn.softmax(scores, axis=-2)
 
 
-class RotaryForgetsTheOffset(OneHead):
-    def positions(self, x, offset):
-        return Rotary()(x, 0)
+class RotaryForgetsTheStart(OneHead):
+    def positions(self, x, start):
+        return super().positions(x, 0)
 
 
-class MaskForgetsTheOffset(OneHead):
-    def mask(self, queries, keys, offset):
+class MaskForgetsTheStart(OneHead):
+    def mask(self, queries, keys, start):
         return super().mask(queries, keys, 0)
 
 
 class WritesOneTooFar(OneHead):
-    def write(self, cache, new, offset):
-        return super().write(cache, new, offset + 1)
+    def write(self, cache, new, start):
+        return super().write(cache, new, start + 1)
 
 
 class SeesAllOfTheCache(OneHead):
-    def mask(self, queries, keys, offset):
-        whole = super().mask(queries, keys, offset)
-        return whole if queries == keys and isinstance(offset, int) else jnp.ones_like(whole)
+    def mask(self, queries, keys, start):
+        whole = super().mask(queries, keys, start)
+        return whole if queries == keys and isinstance(start, int) else jnp.ones_like(whole)
 
 
-class SeesPadding(OneHead):
-    def padding(self, mask):
-        return jnp.ones_like(mask)[..., None, :]
-
-
-class PadsOneTooFew(OneHead):
-    def padding(self, mask):
-        return (mask | jnp.roll(mask, -1, axis=-1))[..., None, :]
+class OneStartForAllRows(OneHead):
+    def write(self, cache, new, start):
+        return super().write(cache, new, jnp.max(jnp.asarray(start)))
 
 
 class ValuesWithoutGradient(OneHead):
@@ -234,24 +224,60 @@ class NoDefaults(eqx.Module):
     def init_cache(self, batch, capacity, dtype):
         return self.inner.init_cache(batch, capacity, dtype)
 
-    def __call__(self, x, cache, offset, *, key) -> Any:
-        return self.inner(x, cache, offset, key=key)
+    def __call__(self, x, cache, context, *, key) -> Any:
+        return self.inner(x, cache, context, key=key)
 
 
 class ReturnsNoCache(NoDefaults):
-    def __call__(self, x, cache, offset, *, key):
-        return super().__call__(x, cache, offset, key=key)[0]
+    def __call__(self, x, cache, context, *, key):
+        return super().__call__(x, cache, context, key=key)[0]
 
 
 class LooksAheadInTraining(OneHead):
-    def __call__(self, x, cache=None, offset=0, *, padding_mask=None, key=None):
-        y, cache = super().__call__(x, cache, offset, padding_mask=padding_mask)
+    def __call__(self, x, cache=None, context=WHOLE_SEQUENCE, *, key=None):
+        y, cache = super().__call__(x, cache, context)
         return (y if key is None else y + jnp.roll(y, -1, axis=-2)), cache
 
 
 class ForgetsTheCapacity(OneHead):
-    def write(self, cache, new, offset):
-        return super().write(cache, new, offset) if new[0].shape[1] < 8 else new
+    def write(self, cache, new, start):
+        return super().write(cache, new, start) if new[0].shape[1] < 8 else new
+
+
+class RunningMean(eqx.Module):
+    """A recurrent state: the sum of all values, and how many they are."""
+
+    value: Linear
+
+    def __init__(self, config=SMALL, *, key):
+        self.value = Linear(config.d_model, config.d_model, std=0.5, key=key)
+
+    def init_cache(self, batch, capacity, dtype):
+        return jnp.zeros((*batch, D)), jnp.zeros((*batch, 1))
+
+    def real(self, x, context):
+        lengths = x.shape[-2] if context.lengths is None else context.lengths[..., None]
+        return jnp.broadcast_to(jnp.arange(x.shape[-2]) < lengths, x.shape[:-1])[..., None]
+
+    def __call__(self, x, cache=None, context=WHOLE_SEQUENCE, *, key=None):
+        real = self.real(x, context)
+        v = jnp.where(real, self.value(x).astype(jnp.float32), 0)
+        total, count = jnp.cumsum(v, axis=-2), jnp.cumsum(real.astype(jnp.float32), axis=-2)
+        if cache is not None:
+            total, count = cache[0][..., None, :] + total, cache[1][..., None, :] + count
+            cache = total[..., -1, :], count[..., -1, :]
+        return (total / jnp.maximum(count, 1)).astype(x.dtype), cache
+
+
+class StateThatReadsPadding(RunningMean):
+    def real(self, x, context):
+        return jnp.ones((*x.shape[:-1], 1), bool)
+
+
+class StateThatReadsOnePaddingTooMany(RunningMean):
+    def real(self, x, context):
+        real = super().real(x, context)
+        return real | jnp.roll(real, 1, axis=-2)
 
 
 counter = itertools.count(1)
@@ -271,20 +297,21 @@ class LosesDigits(Layer):
 
 
 BUGS = {
-    Sees1Ahead: ("causal", "depends on the input at position"),
-    SoftmaxOverQueries: ("causal", "depends on the input at position"),
-    NormOverTime: ("causal", "depends on the input at position"),
-    LooksForTheLargest: ("causal", "with other inputs from position"),
-    RotaryForgetsTheOffset: ("cached", "one token at a time"),
-    MaskForgetsTheOffset: ("cached", "at position"),
+    Sees1Ahead: ("causal", "at position 0 depends on inputs from position 1 on"),
+    SoftmaxOverQueries: ("causal", "depends on inputs from position"),
+    NormOverTime: ("causal", "depends on inputs from position"),
+    LooksForTheLargest: ("causal", "depends on inputs from position"),
+    RotaryForgetsTheStart: ("cached", "one token at a time"),
+    MaskForgetsTheStart: ("cached", "at position"),
     WritesOneTooFar: ("cached", "at position"),
     SeesAllOfTheCache: ("cached", "at position"),
-    SeesPadding: ("padding", "with 1 places of padding before"),
-    PadsOneTooFew: ("padding", "with 1 places of padding before"),
+    OneStartForAllRows: ("cached", "read in portions of another length in each row"),
+    StateThatReadsPadding: ("cached", "one token at a time"),
+    StateThatReadsOnePaddingTooMany: ("cached", "one token at a time"),
     LooksAheadInTraining: ("causal", "(given a key)"),
     CacheOfABatchOnly: ("cached", "must have the same rank"),
     ForgetsTheCapacity: ("cached", "comes back as one of float32[3, 8, 16]"),
-    ReturnsNoCache: ("shapes", "ReturnsNoCache must return a pair, (y, cache)"),
+    ReturnsNoCache: ("shapes", "ReturnsNoCache must return (y, cache), as attention"),
     NeedsAKey: ("shapes", "Dropout requires a key"),
     NormOverTheBatch: ("batch", "sequence 0 in a batch"),
     LastCacheOfTheBatch: ("batch", "in a batch"),
@@ -302,11 +329,11 @@ BUGS = {
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_a_planted_bug_is_caught_and_named(bug):
-    law, words = BUGS[bug]
+    check, words = BUGS[bug]
     with pytest.raises(CheckError) as found:
         check_block(bug)
-    assert law in found.value.laws
-    lines = [line for line in str(found.value).splitlines() if line.startswith(f"  {law}: ")]
+    assert check in found.value.checks
+    lines = [line for line in str(found.value).splitlines() if line.startswith(f"  {check}: ")]
     assert len(lines) == 1
     assert words in lines[0]
     assert str(found.value).startswith(f"{bug.__name__} is not right.")
@@ -315,21 +342,24 @@ def test_a_planted_bug_is_caught_and_named(bug):
 def test_what_they_are_planted_in_is_right():
     report = check_block(OneHead)
     assert str(report) == (
-        "OneHead (block, d_model 16, 768 parameters) is right: shapes, parameters, jit, causal, "
+        "OneHead (block, d_model 16, 768 parameters) is right: parameters, shapes, jit, causal, "
         "batch, cached, padding, gradients, bfloat16, scan"
     )
-    assert set(report.laws) - set(check_block(Layer).laws) == {"padding", "scan"}
+    assert set(report.checks) - set(check_block(Layer).checks) == {"padding", "scan"}
+    assert set(check_block(RunningMean).checks) == set(report.checks)
 
 
 def test_a_block_need_not_have_defaults():
-    assert str(check_block(NoDefaults)).endswith("scan; padding does not apply")
+    assert "scan" in check_block(NoDefaults).checks
 
 
 def test_a_module_or_a_class_and_what_is_neither():
     block = Layer(dataclasses.replace(SMALL, d_model=12), key=jax.random.key(0))
-    assert check_block(block).parameters == check_block(block, d_model=12).parameters == 2 * 12 * 24
-    with pytest.raises(CheckError, match=r"neither .* nor ids: it raised TypeError"):
-        check_block(lambda: 0)
+    assert check_block(block, d_model=12).parameters == 2 * 12 * 24
+    with pytest.raises(CheckError, match="d_model must be given to check the layer"):
+        check_block(block)
+    with pytest.raises(CheckError, match="shapes: it raised TypeCheckError"):
+        check_block(block, d_model=13)
     with pytest.raises(CheckError, match="it cannot be built: TypeError"):
         check_block(RMSNorm)
 
@@ -337,35 +367,18 @@ def test_a_module_or_a_class_and_what_is_neither():
 def test_a_parameter_may_be_known_to_be_idle():
     with pytest.raises(CheckError):
         check_block(Unused)
-    assert "gradients" in check_block(Unused, idle=("spare.weight",)).laws
-
-
-@pytest.mark.parametrize("positions", ["learned", "rotary"])
-def test_tables_of_other_things_are_not_taken_for_ids(positions):
-    model = tiny_model(
-        positions=positions, n_layers=1, d_ff=40, context_length=20, embed_previous=0
-    )
-    recognise(model.unstacked(), None, None, 8, (), 0).check_causal()
+    assert "gradients" in check_block(Unused, idle=("spare.weight",)).checks
 
 
 def test_what_is_too_small_or_complex_is_said():
-    config = ModelConfig(n_layers=1, n_heads=1, d_model=4, context_length=3)
-    with pytest.raises(
-        CheckError, match="too small to be checked, with a vocabulary of 9 and a context of 3"
-    ):
+    config = ModelConfig(n_layers=1, n_heads=1, d_model=4, context_length=5)
+    with pytest.raises(CheckError, match="with a vocabulary of 9 and a context of 5"):
         check_block(GPT(config, 9, key=jax.random.key(0)))
-    model = GPT(dataclasses.replace(config, context_length=4), 8, key=jax.random.key(0))
-    recognise(model, None, None, 8, (), 0)
-    spectrum = eqx.tree_at(lambda it: it.up.weight, Layer(key=jax.random.key(0)), 1j * jnp.ones(2))
+    spectrum = eqx.tree_at(
+        lambda it: it.up.weight, Layer(key=jax.random.key(0)), 1j * jnp.ones((24, 16))
+    )
     with pytest.raises(CheckError, match="parameters: complex"):
-        check_block(spectrum)
-
-
-def test_a_frozen_table_is_checked_like_any_other():
-    model = tiny_model(n_layers=1, embed_previous=0)
-    table = Embedding(VOCAB, 16, frozen=True, key=jax.random.key(0))
-    model = eqx.tree_at(lambda model: model.embedding, model, table)
-    assert "gradients" in check_block(model).laws
+        check_block(spectrum, d_model=16)
 
 
 def test_a_model_that_says_one_thing_of_a_whole_text_cannot_be_checked():
@@ -373,20 +386,22 @@ def test_a_model_that_says_one_thing_of_a_whole_text_cannot_be_checked():
         model: GPT
 
         def __call__(self, ids):
-            return self.model.hidden(ids).mean(-2)
+            return self.model(ids).mean(-2)
 
-    with pytest.raises(CheckError, match=r"cannot be checked: it makes \[1, 16\]"):
-        check_block(Classifier(tiny_model()))
+    with pytest.raises(CheckError, match=r"cannot be checked: it makes \[1, 13\]"):
+        check_block(Classifier(tiny_model()), kind="model")
 
 
 def test_the_command_line(tmp_path, monkeypatch, capsys):
     source = (
-        "from test_testing import Unused, Layer\nclass Mine(Layer): pass\nclass Bad(Unused): pass\n"
+        "from test_check_block import Unused, Layer\n"
+        "class Mine(Layer): pass\n"
+        "class Bad(Unused): pass\n"
     )
     (tmp_path / "mine_to_check.py").write_text(source)
 
     def run(*words):
-        monkeypatch.setattr("sys.argv", ["testing", *words])
+        monkeypatch.setattr("sys.argv", ["check_block", *words])
         try:
             main()
         except SystemExit as stop:
@@ -402,5 +417,5 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
     code, said = run(f"{file}:Unused")
     assert (code, said.out) == (2, "")
     assert "Unused in" in said.err
-    assert "is another name for Unused of test_testing" in said.err
+    assert "is another name for Unused of test_check_block" in said.err
     assert run("nonsense")[0] == 2

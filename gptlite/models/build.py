@@ -1,81 +1,68 @@
-"""From the config to the parts that it describes."""
+"""From a config to the blocks that it describes."""
 
+import dataclasses
 import inspect
 import math
 from typing import Any
 
-import equinox as eqx
 import jax
 from jaxtyping import PRNGKeyArray
 
 from gptlite.config import ModelConfig, UserError, block_name
-from gptlite.nn.attention import Attention, CrossAttention
-from gptlite.nn.block import Block, ParallelBlock, PostNormBlock, SandwichBlock
-from gptlite.nn.decoder_block import DecoderBlock, PostNormDecoderBlock
-from gptlite.nn.masks import Bidirectional, Causal, Mask, SlidingWindow
+from gptlite.nn.attention import Attention, CrossAttention, Heads, ValueResidual
+from gptlite.nn.block import Block, ParallelBlock, PostNorm, PreNorm, SandwichNorm
 from gptlite.nn.mlp import ACTIVATIONS, MLP, GatedMLP, MoE
 from gptlite.nn.norms import DyT, LayerNorm, RMSNorm
 from gptlite.nn.positions import ALiBi, NoPositions, RelativeBias, Rotary
 
 
-def make_block(config: ModelConfig, key: PRNGKeyArray, *, causal: bool | None = None) -> Any:
-    """One layer as `config` describes it: of a `GPT`; with `causal` True, of a model that has an
-    encoder, too; with False, of that encoder."""
-    if not isinstance(config.block, str) or config.block not in BLOCKS:
-        return make_own(config.block, config, key, causal=causal)
-    kind, norms = BLOCKS[config.block]
-    return _assemble(kind, norms, config, key, causal=causal)
-
-
-def make_decoder_block(config: ModelConfig, key: PRNGKeyArray) -> Any:
-    """One layer of a decoder that reads an encoder, as `config` describes it.
-
-    **Raises:** `UserError` if `config.block` is neither `pre` nor `post`.
-    """
-    if config.block not in DECODER_BLOCKS:
-        raise UserError(
-            "The block of an encoder-decoder must be one of "
-            f"{', '.join(DECODER_BLOCKS)}, got {block_name(config.block)}."
-        )
-    cross_attention = CrossAttention(**_heads(config), key=jax.random.fold_in(key, 3))
-    kind, norms = DECODER_BLOCKS[config.block]
-    return _assemble(kind, norms, config, key, causal=True, cross_attention=cross_attention)
-
-
-def _assemble(
-    kind: type,
-    norms: tuple[str, ...],
+def make_block(
     config: ModelConfig,
     key: PRNGKeyArray,
     *,
-    causal: bool | None,
-    **parts: Any,
+    causal: bool | None = None,
+    cross_attention: bool = False,
 ) -> Any:
+    """One layer as `config` describes it: of a `GPT`; with `causal` False, of an encoder; with
+    `causal` True and `cross_attention`, of a decoder that reads an encoder.
+
+    **Raises:** `UserError` if `config.block` has no cross-attention and is to have one.
+    """
+    if config.block not in ("parallel", *RESIDUALS):
+        if cross_attention:
+            raise _no_cross_attention(config)
+        return make_own(config.block, config, key, causal=causal)
     attention_key, mlp_key = jax.random.split(key)
-    keys = jax.random.split(jax.random.fold_in(key, 2), len(norms))
-    return kind(
-        attention=make_attention(config, attention_key, causal=causal),
-        mlp=make_mlp(config, mlp_key),
-        dropout=eqx.nn.Dropout(config.dropout),
-        **{name: make_norm(config, k) for name, k in zip(norms, keys, strict=True)},
-        **parts,
+    norm_keys = iter(jax.random.split(jax.random.fold_in(key, 2), 6))
+    parts = {
+        "attention": make_attention(config, attention_key, causal=causal),
+        "mlp": make_mlp(config, mlp_key),
+        "dropout": config.dropout,
+    }
+    if config.block == "parallel":
+        if cross_attention:
+            raise _no_cross_attention(config)
+        return ParallelBlock(norm=make_norm(config, next(norm_keys)), **parts)
+    kind = RESIDUALS[config.block]
+
+    def residual():
+        return kind(*[make_norm(config, next(norm_keys)) for _ in dataclasses.fields(kind)])
+
+    if cross_attention:
+        heads = make_heads(config, jax.random.fold_in(key, 3))
+        parts["cross_attention"] = CrossAttention(heads, config.attention_dropout)
+        parts["cross_residual"] = residual()
+    return Block(attention_residual=residual(), mlp_residual=residual(), **parts)
+
+
+RESIDUALS: dict[Any, Any] = {"pre": PreNorm, "post": PostNorm, "sandwich": SandwichNorm}
+
+
+def _no_cross_attention(config: ModelConfig) -> UserError:
+    return UserError(
+        f"The block of an encoder-decoder must be one of {', '.join(RESIDUALS)}, got "
+        f"{block_name(config.block)}."
     )
-
-
-# Each with the names of its norms.
-BLOCKS: dict[str, tuple[type, tuple[str, ...]]] = {
-    "pre": (Block, ("attention_norm", "mlp_norm")),
-    "post": (PostNormBlock, ("attention_norm", "mlp_norm")),
-    "sandwich": (
-        SandwichBlock,
-        ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm"),
-    ),
-    "parallel": (ParallelBlock, ("norm",)),
-}
-DECODER_BLOCKS: dict[Any, tuple[type, tuple[str, ...]]] = {
-    "pre": (DecoderBlock, ("attention_norm", "cross_norm", "mlp_norm")),
-    "post": (PostNormDecoderBlock, ("attention_norm", "cross_norm", "mlp_norm")),
-}
 
 
 def make_attention(config: ModelConfig, key: PRNGKeyArray, *, causal: bool | None = None) -> Any:
@@ -91,34 +78,33 @@ def make_attention(config: ModelConfig, key: PRNGKeyArray, *, causal: bool | Non
     elif config.positions == "relative":
         bias_key = jax.random.fold_in(key, 0)
         score_bias = RelativeBias(config.n_heads, both_ways=causal is False, key=bias_key)
-    mask: Mask = Bidirectional() if causal is False else Causal()
-    if config.attention == "sliding":
-        if causal is False:
-            raise UserError("An encoder sees all its places: attention must be full, got sliding.")
-        mask = SlidingWindow(config.window)
+    sliding = config.attention == "sliding"
+    if sliding and causal is False:
+        raise UserError("An encoder sees all tokens: attention must be full, got sliding.")
     return Attention(
-        **_heads(config),
+        make_heads(config, key),
         positions=Rotary() if config.positions == "rotary" else NoPositions(),
         score_bias=score_bias,
-        mask=mask,
-        value_residual=config.value_residual,
-        key=key,
+        value_residual=ValueResidual() if config.value_residual else None,
+        causal=causal is not False,
+        window=config.window if sliding else None,
+        dropout=config.attention_dropout,
     )
 
 
-def _heads(config: ModelConfig) -> dict[str, Any]:
-    """What self-attention and cross-attention have in common: see `MultiHead`."""
+def make_heads(config: ModelConfig, key: PRNGKeyArray) -> Heads:
+    """The matrices of attention as `config` describes them."""
     std, output_std = init_stds(config)
-    return {
-        "d_model": config.d_model,
-        "n_heads": config.n_heads,
-        "n_kv_heads": config.n_kv_heads,
-        "qk_norm": config.qk_norm,
-        "dropout": config.attention_dropout,
-        "std": std,
-        "output_std": output_std,
-        "bias": config.bias,
-    }
+    return Heads(
+        config.d_model,
+        config.n_heads,
+        n_kv_heads=config.n_kv_heads,
+        qk_norm=config.qk_norm,
+        std=std,
+        output_std=output_std,
+        bias=config.bias,
+        key=key,
+    )
 
 
 def make_mlp(config: ModelConfig, key: PRNGKeyArray) -> Any:
@@ -184,5 +170,5 @@ def init_stds(config: ModelConfig) -> tuple[float, float]:
         # Radford et al., 2019, section 2.3: what adds to the residual stream starts smaller.
         return 0.02, 0.02 / math.sqrt(2 * config.n_layers)
     std = 1.0 / math.sqrt(config.d_model)
-    # A norm of zeros has a slope of a thousand.
+    # At zero input the gradient of RMSNorm is 1/sqrt(eps), about 1,000.
     return std, std if config.block == "sandwich" else 0.0

@@ -1,0 +1,61 @@
+"""Every part of the package, alone, in all checks that apply to it. (Whole models: see
+test_gpt.py.)"""
+
+import jax
+import pytest
+
+from gptlite.nn import (
+    MLP,
+    Attention,
+    DyT,
+    GatedMLP,
+    Heads,
+    LayerNorm,
+    MoE,
+    RelativeBias,
+    RMSNorm,
+    Rotary,
+)
+from gptlite.nn.mlp import ACTIVATIONS
+from gptlite.research.check_block import CHECKS, check_block
+
+D = 16
+KEY = jax.random.key(0)
+
+
+def heads(**options):
+    return Heads(D, 4, std=D**-0.5, output_std=0.0, key=KEY, **options)
+
+
+ATTENTION = {
+    "rotary": Attention(heads(bias=True), Rotary()),
+    "grouped": Attention(heads(n_kv_heads=2), Rotary()),
+    "sliding": Attention(heads(), Rotary(), window=3),
+    "relative": Attention(
+        heads(), score_bias=RelativeBias(4, buckets=4, farthest=6, key=KEY), window=7
+    ),
+}
+LAYERS = {
+    **{
+        name: MLP(D, 24, activation=act, std=0.3, down_std=0.0, bias=True, key=KEY)
+        for name, act in ACTIVATIONS.items()
+    },
+    "swiglu": GatedMLP(D, 24, std=0.3, down_std=0.0, bias=True, key=KEY),
+    "geglu": GatedMLP(D, 24, activation=jax.nn.gelu, std=0.3, down_std=0.0, key=KEY),
+    "moe": MoE(D, 8, n_experts=4, experts_per_token=2, std=0.3, down_std=0.0, key=KEY),
+    "rms": RMSNorm(D),
+    "layer": LayerNorm(D),
+    "dyt": DyT(D),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention(name):
+    report = check_block(ATTENTION[name], d_model=D)
+    assert set(report.checks) == set(CHECKS) - {"both ways"}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers(name):
+    report = check_block(LAYERS[name], d_model=D)
+    assert set(report.checks) == set(CHECKS) - {"both ways", "padding", "scan"}
