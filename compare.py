@@ -24,9 +24,9 @@ def compare(arguments: CompareArguments, variants: dict[str, Config]) -> None:
 
     from gptlite.comparison.report import draw, table, to_csv
     from gptlite.comparison.study import Study
-    from gptlite.config import UserError, resolve_corpus
+    from gptlite.config import UserError
+    from gptlite.custom import custom_options, load_custom
     from gptlite.files import write_atomically
-    from gptlite.own import load_own, own_options
     from gptlite.runtime import set_up_jax
     from gptlite.text.corpus import load_corpus
     from gptlite.text.tokenizer import make_tokenizer
@@ -40,12 +40,11 @@ def compare(arguments: CompareArguments, variants: dict[str, Config]) -> None:
     corpus = load_corpus(data.corpus)
     tokenizer = make_tokenizer(data.tokenizer, corpus.alphabet)
     split = split_corpus(corpus, tokenizer, data.validation_tokens)
-    variants = {
-        name: load_own(resolve_corpus(config, corpus.name)) for name, config in variants.items()
-    }
-    for own in {shlex.join(own_options(config.model)): None for config in variants.values()}:
-        if own:
-            print(f"with code that is not gptlite's: {own}")
+    for config in variants.values():
+        load_custom(config.model)
+    for custom in {shlex.join(custom_options(config.model)): None for config in variants.values()}:
+        if custom:
+            print(f"with code that is not gptlite's: {custom}")
 
     folder = FOLDER / arguments.name
     try:

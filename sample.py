@@ -27,7 +27,7 @@ def sample(arguments: SampleArguments) -> None:
     run = load_run(
         find_run(arguments.run),
         arguments.weights,
-        own=arguments.own,
+        custom=arguments.custom,
         say=lambda sentence: print(sentence, file=sys.stderr),
     )
     prompt = read_prompt(arguments)

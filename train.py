@@ -3,6 +3,7 @@
 The story of a run: text, tokens, model, training, and what is kept of it.
 """
 
+import dataclasses
 import math
 import shlex
 import sys
@@ -23,11 +24,11 @@ def train(arguments: TrainArguments) -> None:
     import jax
     import jax.numpy as jnp
 
-    from gptlite.config import SamplingConfig, resolve_corpus
+    from gptlite.config import SamplingConfig
+    from gptlite.custom import custom_options, load_custom
     from gptlite.generation.generate import generate
     from gptlite.models.gpt import GPT
     from gptlite.models.summary import count_parameters, summary
-    from gptlite.own import load_own, own_options
     from gptlite.runs.find import check_free, find_run, new_run
     from gptlite.runs.folder import RunFolder
     from gptlite.runs.load import load_corpus_again, load_tokenizer
@@ -65,7 +66,9 @@ def train(arguments: TrainArguments) -> None:
         # Text to tokens.
         name = arguments.config.data.corpus
         corpus = load_corpus_again(name) if resuming else load_corpus(name)
-        config = load_own(resolve_corpus(arguments.config, corpus.name))
+        data = dataclasses.replace(arguments.config.data, corpus=corpus.name)  # not `auto`
+        config = dataclasses.replace(arguments.config, data=data)
+        load_custom(config.model)
         if resuming:
             tokenizer = load_tokenizer(path)
         else:
@@ -115,9 +118,9 @@ def train(arguments: TrainArguments) -> None:
             f"run folder {path}" + (f", from step {start_at.step}" if start_at else ""),
             flush=True,
         )
-        own = own_options(config.model)
-        if own:
-            print(f"with code that is not gptlite's: {shlex.join(own)}", flush=True)
+        custom = custom_options(config.model)
+        if custom:
+            print(f"with code that is not gptlite's: {shlex.join(custom)}", flush=True)
 
         # Training. `fit` compiles before the folder is touched: what cannot be trained leaves
         # nothing there, and replaces nothing.
@@ -179,7 +182,7 @@ def train(arguments: TrainArguments) -> None:
     beginning = next(piece for piece in corpus.pieces() if piece)
     first_word = (beginning.split() or [beginning])[0]
     prompt = "ROMEO:" if corpus.name == "shakespeare" else first_word[:8]
-    command = ["python", "sample.py", "--run", str(path), *own, f"--prompt={prompt}"]
+    command = ["python", "sample.py", "--run", str(path), *custom, f"--prompt={prompt}"]
     print(
         f"best validation loss {best_val_loss:.4f} nats a token "
         f"({bits_per_byte(best_val_loss, split):.4f} bits per byte) "

@@ -43,7 +43,8 @@ def make_shape(name: str, block: str) -> Shape:
     """`name`: S (nanoGPT's recipe for a CPU) or M (for a GPU). `block`: `gpt2`, with the biases
     that Hugging Face's has and no dropout; `default`, gptlite's own."""
     # Here, because startup.py's peer must not wait for it.
-    from gptlite.config import PRESETS, ModelConfig
+    from gptlite.config import ModelConfig
+    from gptlite.presets import PRESETS
 
     config = PRESETS[name.lower()][1]
     model = dataclasses.replace(config.model, bias=True, dropout=0.0, attention_dropout=0.0)

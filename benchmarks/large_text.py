@@ -60,8 +60,9 @@ def train(name: str, folder: Path) -> Round:
     set_up_jax(2)
     import jax
 
-    from gptlite.config import PRESETS, OptimizerConfig, TrainingConfig
+    from gptlite.config import OptimizerConfig, TrainingConfig
     from gptlite.models.gpt import GPT
+    from gptlite.presets import PRESETS
     from gptlite.sharding import make_mesh
     from gptlite.text.batches import Batches
     from gptlite.text.corpus import load_corpus

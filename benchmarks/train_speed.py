@@ -35,8 +35,8 @@ def make_round(shape: Shape, dtype: str, accumulation: int, steps: int) -> Round
     import jax
     import numpy as np
 
-    from gptlite.config import PRESETS
     from gptlite.models.gpt import GPT
+    from gptlite.presets import PRESETS
     from gptlite.runtime import set_up_jax
     from gptlite.sharding import make_mesh
     from gptlite.training.step import TrainSteps

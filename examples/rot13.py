@@ -20,10 +20,11 @@ import numpy as np
 import tyro
 
 from gptlite.cli import errors_as_sentences
-from gptlite.config import VASWANI, OptimizerConfig, TrainingConfig, require
+from gptlite.config import OptimizerConfig, TrainingConfig, require
 from gptlite.generation.translate import beam_search, greedy_search
 from gptlite.models.seq2seq import Seq2Seq, shift_right
 from gptlite.models.summary import count_parameters
+from gptlite.presets import VASWANI
 from gptlite.runtime import set_up_jax
 from gptlite.text.corpus import load_corpus
 from gptlite.training.loss import cross_entropy

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         TrainingConfig,
         UserError,
     )
+    from gptlite.custom import load_custom
     from gptlite.generation.generate import generate
     from gptlite.generation.translate import beam_search, greedy_search
     from gptlite.models.encoder import Encoder
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from gptlite.models.seq2seq import Seq2Seq
     from gptlite.models.summary import summary
     from gptlite.models.watch import attention_maps
-    from gptlite.own import load_own
     from gptlite.research.check_block import check_block
     from gptlite.runs.load import load_run
     from gptlite.sharding import make_mesh
@@ -72,7 +72,7 @@ _HOMES = {
     "generate": "generation.generate",
     "greedy_search": "generation.translate",
     "load_corpus": "text.corpus",
-    "load_own": "own",
+    "load_custom": "custom",
     "load_run": "runs.load",
     "make_mesh": "sharding",
     "make_tokenizer": "text.tokenizer",
@@ -101,7 +101,7 @@ __all__ = [
     "generate",
     "greedy_search",
     "load_corpus",
-    "load_own",
+    "load_custom",
     "load_run",
     "make_mesh",
     "make_tokenizer",

@@ -1,44 +1,34 @@
-"""What the scripts share: parsing a command line, and saying what was wrong with it."""
+"""The command lines of the scripts, and how errors end them."""
 
-import argparse
 import contextlib
 import dataclasses
-import io
 import os
 import re
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import tyro
 
-from gptlite.config import (
-    MOST,
-    PRESETS,
-    RESUMABLE,
-    Config,
-    SamplingConfig,
-    UserError,
-    load_config,
-    require_range,
-    require_resumable,
-)
-from gptlite.own import named_again, own_blocks
+from gptlite.config import MOST, Between, Config, SamplingConfig, UserError, check_fields
+from gptlite.custom import custom_blocks, name_again
+from gptlite.presets import PRESETS
 from gptlite.runs.find import find_run
+from gptlite.runs.saved_config import RESUMABLE, load_config, require_resumable
 
 DEFAULT_PRESET = "quick"
-# Stands for a run's own block that is yet to be named again.
+# Stands for a run's custom block that is yet to be named again.
 NOT_NAMED = "FILE.py:CLASS"
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class TrainArguments:
-    """Train a language model; see it learn, evaluate and sample.
+    """Train a language model, evaluate it and sample from it on the way.
 
-    PRESET is where all settings below start from; those given after it change it."""
+    All settings below start from PRESET; those given after it change it."""
 
     preset: Annotated[
         Literal[tuple(PRESETS)],  # pyright: ignore[reportInvalidTypeForm] - one list of names
@@ -55,8 +45,8 @@ class TrainArguments:
     resume: Annotated[
         str | None,
         tyro.conf.arg(
-            help="Go on with a run, where its last checkpoint was written: its folder, or its name "
-            "in runs/. Its settings are kept; only these may be given with it: "
+            help="Resume a run from its last checkpoint: its folder, or its name in runs/. Its "
+            "settings are kept; only these may be given with it: "
             + ", ".join(
                 f"--{section}.{name.replace('_', '-')}"
                 for section, names in RESUMABLE.items()
@@ -76,7 +66,7 @@ class TrainArguments:
 
 
 @dataclass(frozen=True)
-class OwnBlocks:
+class CustomBlocks:
     """Blocks of your own: named again, as they were to train.py."""
 
     block: str | None = None
@@ -89,14 +79,14 @@ class OwnBlocks:
 class SampleArguments:
     """Generate text with a trained model.
 
-    The generated text goes to standard output, and nothing else does; several samples are parted
-    by a line `---`. Past the model's context length, it goes on from the last half of it."""
+    Only the generated text goes to standard output; a line `---` separates samples. Past the
+    model's context length, the text continues from the last half of it."""
 
     prompt: str | None = None
-    """The text to go on from. Without --prompt and --prompt-file: read from standard input."""
+    """The beginning of the text. Without --prompt and --prompt-file: read from standard input."""
 
     prompt_file: str | None = None
-    """A file with the text to go on from."""
+    """A file with the beginning of the text."""
 
     run: str | None = None
     """A run's folder, or its name in runs/. Default: the newest run."""
@@ -104,13 +94,13 @@ class SampleArguments:
     weights: Literal["best", "last"] = "best"
     """Weights of the best evaluation, or of the last save."""
 
-    max_new_tokens: int = 500
+    max_new_tokens: Annotated[int, Between(1, MOST)] = 500
     """Tokens to generate."""
 
-    num_samples: int = 1
+    num_samples: Annotated[int, Between(1, 100_000)] = 1
     """Texts to generate, together."""
 
-    seed: int = 0
+    seed: Annotated[int, Between(0, MOST)] = 0
     """Same seed, same text."""
 
     debug: bool = False
@@ -123,28 +113,26 @@ class SampleArguments:
         default_factory=SamplingConfig
     )
 
-    model: OwnBlocks = field(default_factory=OwnBlocks)
+    model: CustomBlocks = field(default_factory=CustomBlocks)
 
     @property
-    def own(self) -> dict[str, str]:
+    def custom(self) -> dict[str, str]:
         """The blocks that were named."""
-        return {knob: value for knob, value in vars(self.model).items() if value is not None}
+        return {name: value for name, value in vars(self.model).items() if value is not None}
 
     def __post_init__(self):
-        require_range("max_new_tokens", self.max_new_tokens, 1, MOST)
-        require_range("num_samples", self.num_samples, 1, 100_000)
-        require_range("seed", self.seed, 0, MOST)
+        check_fields("", self)
         if self.prompt is not None and self.prompt_file is not None:
             raise UserError("Give the prompt with --prompt or with --prompt-file, not with both.")
 
 
 @dataclass(frozen=True)
 class CompareArguments:
-    """Train variants of a model from several seeds each, and tell which differences are real.
+    """Train variants of a model from several seeds each, and test which differences are real.
 
     All seeds of a variant are trained at the same time. Variants are paired by seed: the same seed
-    reads the same batches in the same order. Stopped and started again with the same --name, it
-    goes on with what is missing; more --vary and more --seeds may be added. The table, a CSV file
+    reads the same batches in the same order. Started again with the same --name, a comparison
+    trains only what is missing; more --vary and more --seeds may be added. The table, a CSV file
     and a picture are written to comparisons/NAME/. (A p-value holds for a number of seeds that was
     chosen beforehand, and for the variants of one table.)"""
 
@@ -156,9 +144,9 @@ class CompareArguments:
     vary: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """SECTION.FIELD=VALUE,VALUE,...: a variant for each value, with all else as in the base; may be
     given several times. More settings may be joined to a value with +, as in
-    model.mlp=swiglu,moe+model.n_experts=8."""
+    model.mlp=gelu,swiglu+model.d_ff=168."""
 
-    seeds: int = 5
+    seeds: Annotated[int, Between(1, 10_000)] = 5
     """Seeds of each variant: 0, 1, 2, ..."""
 
     equal: Literal["steps", "flops", "time"] = "steps"
@@ -168,7 +156,7 @@ class CompareArguments:
     name: str = "comparison"
     """The folder in comparisons/."""
 
-    seeds_at_once: int | None = None
+    seeds_at_once: Annotated[int | None, Between(1, 10_000)] = None
     """Seeds trained at the same time. None: all that fit into memory."""
 
     debug: bool = False
@@ -177,56 +165,69 @@ class CompareArguments:
     config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
     def __post_init__(self):
-        require_range("seeds", self.seeds, 1, 10_000)
-        if self.seeds_at_once is not None:
-            require_range("seeds_at_once", self.seeds_at_once, 1, 10_000)
+        check_fields("", self)
         if self.name != os.path.basename(self.name) or self.name in ("", ".", ".."):
             raise UserError(f"--name takes a name for the folder, got {self.name!r}.")
 
 
+@dataclass(frozen=True)
+class _ResumeOnly:
+    resume: str | None = None
+
+
 def parse_train(argv: Sequence[str]) -> TrainArguments:
     """`train.py`'s command line. `argv` is without the program's name."""
-    preset = argv[0] if argv and argv[0] in PRESETS else DEFAULT_PRESET
-    # What is resumed decides what the other settings start from, so it is read first.
-    only_resume = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    only_resume.add_argument("--resume", nargs="?")
-    resume = only_resume.parse_known_args(argv)[0].resume
-    resumed = None if resume is None else find_run(resume) / "config.json"
-    before = PRESETS[preset][1] if resumed is None else load_config(resumed)
-    own = dict.fromkeys(own_blocks(before.model), NOT_NAMED)
-    unnamed = dataclasses.replace(before, model=dataclasses.replace(before.model, **own))
-    arguments = _parse(TrainArguments, argv, TrainArguments(preset, config=unnamed))
-    if arguments.preset != preset:
-        raise UserError(f"The preset comes first: python train.py {arguments.preset} ...")
-    if resume is not None:
-        for given, option in (
-            (arguments.run, "--run"),
-            (arguments.overwrite, "--overwrite"),
-            (argv[0] == preset, f"the preset {preset}"),
-        ):
-            if given:
-                raise UserError(
-                    f"A run that is resumed keeps its name and settings: leave {option} out."
-                )
-        given = {knob: getattr(arguments.config.model, knob) for knob in own}
-        named = {knob: value for knob, value in given.items() if value != NOT_NAMED}
-        require_resumable(named_again(before, named), arguments.config)
-    return arguments
+    # The run that is resumed gives the other settings their defaults, so it is read first.
+    first, _ = tyro.cli(_ResumeOnly, args=argv, add_help=False, return_unknown_args=True)
+    has_preset = bool(argv) and argv[0] in PRESETS
+    preset = argv[0] if has_preset else DEFAULT_PRESET
+    if first.resume is None:
+        default = TrainArguments(preset, config=PRESETS[preset][1])  # pyright: ignore[reportArgumentType]
+        arguments = tyro.cli(TrainArguments, args=argv, default=default)
+        if arguments.preset != preset:
+            raise UserError(f"The preset comes first: python train.py {arguments.preset} ...")
+        return arguments
+    before = load_config(find_run(first.resume) / "config.json")
+    not_named = dict.fromkeys(custom_blocks(before.model), NOT_NAMED)
+    unnamed = dataclasses.replace(before, model=dataclasses.replace(before.model, **not_named))
+    arguments = tyro.cli(TrainArguments, args=argv, default=TrainArguments(config=unnamed))
+    for given, option in (
+        (arguments.run, "--run"),
+        (arguments.overwrite, "--overwrite"),
+        (has_preset or arguments.preset != DEFAULT_PRESET, f"the preset {arguments.preset}"),
+    ):
+        if given:
+            raise UserError(
+                f"A run that is resumed keeps its name and settings: leave {option} out."
+            )
+    named = {field: getattr(arguments.config.model, field) for field in not_named}
+    named = {field: value for field, value in named.items() if value != NOT_NAMED}
+    before = name_again(before, named)
+    model = dataclasses.replace(
+        arguments.config.model, **{field: getattr(before.model, field) for field in not_named}
+    )
+    config = dataclasses.replace(arguments.config, model=model)
+    require_resumable(before, config)
+    return dataclasses.replace(arguments, config=config)
 
 
 def parse_sample(argv: Sequence[str]) -> SampleArguments:
     """`sample.py`'s command line. `argv` is without the program's name."""
-    return _parse(SampleArguments, argv, SampleArguments())
+    return tyro.cli(SampleArguments, args=argv)
+
+
+@dataclass(frozen=True)
+class _BaseOnly:
+    base: str = DEFAULT_PRESET
 
 
 def parse_compare(argv: Sequence[str]) -> tuple[CompareArguments, dict[str, Config]]:
     """`compare.py`'s command line, and the variants that it asks for by name, the base first.
     `argv` is without the program's name."""
-    only_base = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    only_base.add_argument("--base", nargs="?")
-    base = only_base.parse_known_args(argv)[0].base
-    base = base if base in PRESETS else DEFAULT_PRESET
-    arguments = _parse(CompareArguments, argv, CompareArguments(base, config=PRESETS[base][1]))
+    first, _ = tyro.cli(_BaseOnly, args=argv, add_help=False, return_unknown_args=True)
+    base = first.base if first.base in PRESETS else DEFAULT_PRESET
+    default: Any = CompareArguments(base, config=PRESETS[base][1])  # pyright: ignore[reportArgumentType]
+    arguments = tyro.cli(CompareArguments, args=argv, default=default)
     if arguments.config.training.seed != PRESETS[base][1].training.seed:
         raise UserError("The seeds of a comparison are 0, 1, 2, ...: --seeds says how many.")
     if arguments.config.mesh != PRESETS[base][1].mesh:
@@ -251,57 +252,15 @@ def _changed(config: Config, settings: Sequence[str]) -> Config:
     argv = []
     for setting in settings:
         name, _, value = setting.partition("=")
-        section, _, knob = name.strip().replace("-", "_").partition(".")
-        if section not in ("model", "optimizer", "training") or (section, knob) == (
-            "training",
-            "seed",
-        ):
+        name = name.strip().replace("-", "_")
+        if name.split(".")[0] not in ("model", "optimizer", "training") or name == "training.seed":
             raise UserError(
                 "--vary takes fields of model, optimizer and training (but the seed, which "
                 f"--seeds varies), got {name!r}."
             )
-        option = f"--{section}.{knob.replace('_', '-')}"
-        if value.lower() in ("true", "false"):
-            option = (
-                option
-                if value.lower() == "true"
-                else f"--{section}.no-{option[3 + len(section) :]}"
-            )
-            argv.append(option)
-        else:
-            argv += [option, value]
-    return _parse(Config, argv, config)
-
-
-def _parse(kind: type[T], argv: Sequence[str], default: T) -> T:
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            return tyro.cli(kind, args=argv, default=default)
-    except SystemExit as stop:
-        if not stop.code:  # --help
-            raise
-    raise UserError(_sentence(said.getvalue(), argv))
-
-
-def _sentence(box: str, argv: Sequence[str]) -> str:
-    """What tyro draws a box around, in a line: the error, and what was expected or meant."""
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()  # without colours
-    if lines[0].startswith("╭"):
-        lines = [line[2:-2].rstrip() for line in lines if line.startswith("│")]
-    else:  # drawn in ASCII: a title, a rule, and what follows is indented
-        lines = [line[2:].rstrip() for line in lines[2:]]
-    rules = [place for place, line in enumerate(lines) if set(line) <= set("─-")]
-    error = " ".join(line.strip() for line in lines[: min(rules, default=None)]).rstrip(".")
-    # Of a flag that takes no value, it names the value alone.
-    for flag, equals, value in (word.partition("=") for word in argv):
-        if equals and flag not in error and value in error:
-            error += f" (in {flag}={value})"
-    options = [line.strip() for line in lines if line.startswith("    --")]
-    if not options:
-        return f"{error}. See --help."
-    hint = "Expected" if "Argument helptext:" in lines else "Perhaps you meant"
-    return f"{error}. {hint} {' or '.join(options)}."
+        is_bool = value.lower() in ("true", "false")
+        argv += [f"--{name}", value.capitalize() if is_bool else value]
+    return tyro.cli(Config, args=argv, default=config, config=(tyro.conf.FlagConversionOff,))
 
 
 @contextlib.contextmanager

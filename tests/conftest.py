@@ -1,7 +1,10 @@
 """What the tests share: a text of their own, the shared corpus, tiny models."""
 
+import contextlib
 import dataclasses
+import io
 import os
+import re
 import signal
 import tempfile
 from collections.abc import Callable
@@ -15,7 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from gptlite.config import ModelConfig
+from gptlite.config import ModelConfig, UserError
 from gptlite.models.gpt import GPT
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -83,7 +86,7 @@ VARIANTS = {
     "default": {},
     "gpt2": GPT2,
     "scan": {"stack": "scan", "mlp": "silu", "logit_cap": 3.0},
-    "learned": {"positions": "learned", "value_residual": True},
+    "learned": {"positions": "learned", "attention": "full:value_residual=true"},
     "sinusoidal-post": {
         "positions": "sinusoidal",
         "block": "post",
@@ -100,8 +103,7 @@ VARIANTS = {
     },
     "relative-sliding-parallel": {
         "positions": "relative",
-        "attention": "sliding",
-        "window": 5,
+        "attention": "sliding:window=5",
         "block": "parallel",
         "mlp": "geglu",
         "tied_head": True,
@@ -112,7 +114,7 @@ VARIANTS = {
         "norm": "dyt",
         "positions": "none",
         "n_kv_heads": 1,
-        "value_residual": True,
+        "attention": "full:value_residual=true",
         "stack": "scan",
     },
 }
@@ -139,6 +141,23 @@ def tiny_model(**changes) -> GPT:
     """A tiny model, drawn."""
     config = dataclasses.replace(TINY, **changes)
     return drawn(lambda key: GPT(config, VOCAB, key=key))
+
+
+def refusal(parse: Callable[[list[str]], Any], words: list[str]) -> str | None:
+    """What a command line is refused with: tyro's own box, unwrapped, or a sentence of ours. None
+    if it is accepted."""
+    said, code = io.StringIO(), 2
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            parse(words)
+    except UserError as error:
+        return str(error)
+    except SystemExit as stop:
+        code = stop.code
+    else:
+        return None
+    assert code == 2
+    return " ".join(re.sub(r"[│╭╰╮╯─]|\x1b\[[0-9;]*m", " ", said.getvalue()).split())
 
 
 @pytest.fixture(scope="session", params=list(VARIANTS))

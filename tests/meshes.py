@@ -29,17 +29,17 @@ SMALL = dataclasses.replace(TINY, n_layers=1, n_heads=8, d_model=32, d_ff=32, dr
 # Together, every block that has parameters.
 MODELS = {
     "default": {},
-    "gpt2": GPT2 | {"attention_dropout": 0.1, "value_residual": True, "stack": "scan"},
+    "gpt2": GPT2
+    | {"attention_dropout": 0.1, "attention": "full:value_residual=true", "stack": "scan"},
     "relative": {"positions": "relative", "mlp": "swiglu", "n_kv_heads": 4, "block": "sandwich"},
     "experts": {
-        "mlp": "moe",
-        "balance_loss": 1.0,
+        "mlp": "moe:balance_loss=1.0",
         "norm": "dyt",
         "block": "parallel",
         "positions": "alibi",
     },
     "translation": {},
-    "translation without dropout": {"dropout": 0.0, "mlp": "moe", "balance_loss": 1.0},
+    "translation without dropout": {"dropout": 0.0, "mlp": "moe:balance_loss=1.0"},
 }
 
 

@@ -8,17 +8,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
-from conftest import ROOT, TEXT
+from conftest import ROOT, TEXT, refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sample
 import train
 from gptlite.cli import SampleArguments, TrainArguments, parse_sample, parse_train
-from gptlite.config import Config, SamplingConfig, UserError
+from gptlite.config import Config, SamplingConfig, Variants
 
 TINY = [
     "--model.n-layers=1",
@@ -42,26 +42,28 @@ def sources_are_read_once():
 def knobs() -> Iterator[tuple[str, Any]]:
     """Every setting of train.py's config as its flag, with its type."""
     for section, kind in get_type_hints(Config).items():
-        for name, hint in get_type_hints(kind).items():
+        for name, hint in get_type_hints(kind, include_extras=True).items():
             yield f"--{section}.{name.replace('_', '-')}", hint
 
 
 def plain(kind: type, leave_out: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     """Every other flag of a script, with its type."""
-    for name, hint in get_type_hints(kind).items():
+    for name, hint in get_type_hints(kind, include_extras=True).items():
         if name not in leave_out:
             yield f"--{name.replace('_', '-')}", hint
 
 
 def choices_of(hint: Any) -> tuple[str, ...]:
-    """Of a choice, or of a choice of blocks, which also takes `FILE.py:CLASS`."""
-    return get_args(hint if get_origin(hint) is Literal else get_args(hint)[0])
+    """Of a choice, or of a choice of blocks."""
+    return get_args(hint) if get_origin(hint) is Literal else hint.__metadata__[0].names
 
 
 def kinds_of(hint: Any) -> set[Any]:
-    if get_origin(hint) is Literal or get_origin((*get_args(hint), None)[0]) is Literal:
-        return {Literal}
-    return set(get_args(hint)) or {hint}
+    if get_origin(hint) is Annotated:
+        if isinstance(hint.__metadata__[0], Variants):
+            return {Literal}
+        hint = hint.__origin__
+    return {Literal} if get_origin(hint) is Literal else set(get_args(hint)) or {hint}
 
 
 # Values that no knob of the type takes. Texts may be anything; what they name is tested below.
@@ -75,6 +77,9 @@ TRAIN = dict([*knobs(), *plain(TrainArguments, ("config", "preset"))])
 SAMPLE = dict([*plain(SampleArguments, ("sampling", "model")), *plain(SamplingConfig, ())])
 
 
+FLAGS = TRAIN | SAMPLE
+
+
 def wrong_values(flags: dict[str, Any]) -> list[tuple[str, str]]:
     cases = []
     for flag, hint in flags.items():
@@ -86,28 +91,22 @@ def wrong_values(flags: dict[str, Any]) -> list[tuple[str, str]]:
     return cases
 
 
-def one_line(parse, words: list[str]) -> str:
-    """The sentence that refuses `words`."""
-    with pytest.raises(UserError) as error:
-        parse(words)
-    sentence = str(error.value)
-    assert "\n" not in sentence
-    assert sentence.endswith(".")
-    return sentence
-
-
 @pytest.mark.parametrize(("flag", "value"), wrong_values(TRAIN))
 def test_every_knob_of_training_refuses_what_is_out_of_its_range(flag, value):
-    sentence = one_line(parse_train, [f"{flag}={value}"])
+    sentence = str(refusal(parse_train, [f"{flag}={value}"]))
     name = flag.removeprefix("--")
-    assert name in sentence or name.replace("-", "_") in sentence
+    # After a flag that takes no value, tyro takes the value for another word, and names only that.
+    is_bool = bool in kinds_of(FLAGS[flag])
+    assert is_bool or name in sentence or name.replace("-", "_") in sentence, sentence
 
 
 @pytest.mark.parametrize(("flag", "value"), wrong_values(SAMPLE))
 def test_every_flag_of_sampling_refuses_what_is_out_of_its_range(flag, value):
-    sentence = one_line(parse_sample, ["--prompt=x", f"{flag}={value}"])
+    sentence = str(refusal(parse_sample, ["--prompt=x", f"{flag}={value}"]))
     name = flag.removeprefix("--")
-    assert name in sentence or name.replace("-", "_") in sentence
+    # After a flag that takes no value, tyro takes the value for another word, and names only that.
+    is_bool = bool in kinds_of(FLAGS[flag])
+    assert is_bool or name in sentence or name.replace("-", "_") in sentence, sentence
 
 
 def test_the_tables_leave_no_knob_out():
@@ -125,26 +124,23 @@ def test_the_tables_leave_no_knob_out():
     [["--training.steps"], ["--absent", "3"], ["quick", "s"], ["-x"], [""], ["--resume"]],
 )
 def test_words_that_are_no_flags_are_refused(words):
-    one_line(parse_train, words)
+    assert len(str(refusal(parse_train, words))) > 20
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
-def test_errors_are_sentences_whatever_the_terminal_can_draw(encoding):
+def test_errors_of_the_command_line_are_shown_on_any_terminal(encoding):
     for words, said in (
-        ("--training.steps many", "error: Error parsing --training.steps: invalid literal for "
-         "int() with base 10: 'many'. Expected --training.steps INT."),
-        ("--trainig.keep", "error: Unrecognized options: --trainig.keep. Perhaps you meant "
-         "--training.keep INT"),
-        ("--training.keep 0", "error: Error parsing config.training: training.keep must be "
-         "between 1 and 2147483647, got 0. See --help."),
-    ):  # fmt: skip
+        ("--training.steps many", "invalid literal"),
+        ("--trainig.keep", "--training.keep INT"),
+        ("--training.keep 0", "must be at least 1"),
+    ):
         done = subprocess.run(
             [sys.executable, str(ROOT / "train.py"), *words.split()],
             capture_output=True, text=True, env={**os.environ, "PYTHONIOENCODING": encoding},
         )  # fmt: skip
         assert done.returncode == 2
-        assert done.stderr.startswith(said)
-        assert done.stderr.count("\n") == 1
+        assert said in done.stderr
+        assert "Traceback" not in done.stderr
 
 
 # -- texts ---------------------------------------------------------------------------------------
@@ -277,14 +273,8 @@ CONFIGS = st.lists(
 @settings(max_examples=500)
 @given(CONFIGS)
 def test_any_config_is_accepted_or_refused_with_a_sentence(words):
-    try:
-        arguments = parse_train(words)
-    except UserError as error:
-        sentence = str(error)
-        assert sentence.endswith(".")
-        assert len(sentence) > 20
-    else:
-        assert isinstance(arguments.config, Config)
+    said = refusal(parse_train, words)
+    assert said is None or len(said) > 20
 
 
 def accepted(count: int) -> list[list[str]]:

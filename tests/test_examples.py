@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from conftest import ROOT, TEXT, VOCAB, tiny_model
 
+from gptlite.custom import load_class
 from gptlite.generation.generate import generate
-from gptlite.own import load_class
 from gptlite.research.check_block import CHECKS, check_block
 
 RECURRENT = f"{ROOT / 'examples' / 'gated_linear_attention.py'}:GatedLinearAttention"
@@ -97,8 +97,8 @@ def test_the_answers_to_reverse_are_the_ones_that_it_describes():
 @pytest.mark.parametrize(
     ("name", "text", "sentence"),
     [
-        ("rot13.py --seed -1", "", "error: training.seed must be between .* got -1."),
-        ("reverse.py --steps 0", None, "error: training.steps must be between .* got 0."),
+        ("rot13.py --seed -1", "", "error: training.seed must be at least .* got -1."),
+        ("reverse.py --steps 0", None, "error: training.steps must be at least .* got 0."),
         ("rot13.py", "too few words", "error: .* has 3 words; more are needed."),
         ("glove.py", "too few words", "error: .* has 3 words; more are needed."),
         ("masked.py", TEXT, "error: .* must have 10 speakers with at least 5 speeches each."),

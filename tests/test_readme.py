@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT, TEXT
 
 from gptlite.cli import parse_compare, parse_sample, parse_train
-from gptlite.config import PRESETS
+from gptlite.presets import PRESETS
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 

@@ -61,7 +61,7 @@ def refusal(words: list[str], folder: Path, monkeypatch, capsys) -> str:
         (["--overwrite"], "leave --overwrite out"),
         (["--data.corpus", "other.txt"], "not the text that this run was trained on"),
         (["--data.corpus", "absent.txt"], "no corpus absent.txt"),
-        (["--training.keep", "0"], "training.keep must be between 1"),
+        (["--training.keep", "0"], "training.keep must be at least 1"),
     ],
 )
 def test_what_may_not_change_is_refused_by_name(place, words, said, monkeypatch, capsys):

@@ -13,7 +13,8 @@ from conftest import ROOT, TEXT
 import sample
 import train
 from gptlite.cli import errors_as_sentences, parse_sample, parse_train
-from gptlite.config import PRESETS, UserError
+from gptlite.config import UserError
+from gptlite.presets import PRESETS
 
 TINY = [
     "--model.n-layers",
@@ -208,7 +209,7 @@ def run_main(script, argv, monkeypatch, capsys) -> tuple[object, str]:
         (["--prompt", "T", "--top-p", "0"], "top_p must be"),
         (["--prompt", "T", "--top-k", "0"], "top_k must be"),
         (["--prompt", "T", "--min-p", "2"], "min_p must be"),
-        (["--prompt", "T", "--max-new-tokens", "0"], "max_new_tokens must be between 1"),
+        (["--prompt", "T", "--max-new-tokens", "0"], "max_new_tokens must be at least 1"),
         (["--prompt", "T", "--num-samples", "-2"], "num_samples must be"),
         (["--prompt", "T", "--seed", "-1"], "seed must be"),
         (["--prompt", "T", "--run", "absent"], "absent is not a run: neither"),
@@ -237,7 +238,7 @@ def test_sampling_without_a_run_says_what_to_do(tmp_path, monkeypatch, capsys):
     [
         (["nonsense"], "quick"),
         (["--model.n-heads", "3"], "multiple of model.n_heads"),
-        (["--training.steps", "0"], "training.steps must be between 1"),
+        (["--training.steps", "0"], "training.steps must be at least 1"),
         (["--training.batch-size", "6", "--training.accumulation", "4"], "must divide"),
         (["--optimizer.schedule", "jagged"], "jagged"),
         (["--data.corpus", "absent.txt"], "no corpus absent.txt"),
@@ -246,7 +247,7 @@ def test_sampling_without_a_run_says_what_to_do(tmp_path, monkeypatch, capsys):
         (["--data.corpus", ""], "name of the corpus is empty"),
         (["--data.corpus", "a" * 300], "no corpus aaa"),
         (["--data.corpus", "rhyme.txt", "--run", "a" * 300], "cannot be named"),
-        (["--model.d-model", "4000000000"], "d_model must be between 1 and"),
+        (["--model.d-model", "4000000000"], "d_model must be at least 1 and"),
         (["--data.corpus", "rhyme.txt", "--run", "one"], "--overwrite"),
         (["--data.corpus", "rhyme.txt", "--run", "a/b"], "'a/b'"),
         (["--data.corpus", "rhyme.txt", "--run", ""], "''"),

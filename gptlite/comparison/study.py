@@ -17,11 +17,11 @@ import jax
 from jaxtyping import PRNGKeyArray
 
 from gptlite.comparison.seeds import SeedsProgress, fit_seeds
-from gptlite.config import Config, UserError, plain
+from gptlite.config import Config, UserError
+from gptlite.custom import custom_sources
 from gptlite.files import read_json, write_json
 from gptlite.models.gpt import GPT
 from gptlite.models.summary import activation_bytes, count_parameters, flops_per_token
-from gptlite.own import own_sources
 from gptlite.text.tokenizer import Tokenizer
 from gptlite.text.tokens import Split
 
@@ -146,9 +146,9 @@ class Study:
             "tokenizer": self._tokenizer.to_json(),
             "equal": self._equal,
             "corpus_sha256": self._corpus_sha256,
-            "own": {
+            "custom": {
                 file: hashlib.sha256(source).hexdigest()
-                for file, source in own_sources(config.model).items()
+                for file, source in custom_sources(config.model).items()
             },
             "parameters": parameters,
             "flops_per_token": flops,
@@ -170,8 +170,8 @@ class Study:
                     place, old = changed.index(key), kept[key]
                     differs = [knob for knob, value in about[key].items() if old.get(knob) != value]
                     changed[place] = " and ".join(differs) + (" of the base" * (key == "base"))
-            if "own" in changed:
-                changed[changed.index("own")] = f"version of {', '.join(about['own'])}"
+            if "custom" in changed:
+                changed[changed.index("custom")] = f"version of {', '.join(about['custom'])}"
             raise UserError(
                 f"{path} was trained with another {', another '.join(changed)}: choose another "
                 "--name for this comparison, or delete that file."
@@ -252,7 +252,7 @@ def _what_counts(config: Config) -> dict[str, Any]:
     idle = {"seed", "sample_tokens", "save_seconds", "keep", "cpu_devices"}
     return {
         f"{section}.{knob}": value
-        for section, knobs in plain(config).items()
+        for section, knobs in dataclasses.asdict(config).items()
         if section not in ("data", "mesh")  # of the data, the checksum tells more
         for knob, value in knobs.items()
         if (section, knob) not in {("training", name) for name in idle}

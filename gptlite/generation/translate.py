@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from gptlite.config import UserError, require_range
+from gptlite.config import Between, UserError
 from gptlite.generation.generate import drop_single, next_logits
 from gptlite.models.seq2seq import Seq2Seq
 from gptlite.nn.attention import Memory
@@ -71,8 +71,8 @@ def beam_search(
     **Raises:** `UserError` as `greedy_search` does, and if `beam` is below 1 or `length_penalty`
     not between 0 and 10.
     """
-    require_range("beam", beam, 1, 2**20)
-    require_range("length_penalty", length_penalty, 0.0, 10.0)
+    Between(1, 2**20).check("beam", beam)
+    Between(0.0, 10.0).check("length_penalty", length_penalty)
     most = _check(model, source, start, end, max_new_tokens)
     model = model.unstacked()
     return _beam_search(model, source, source_lengths, start, end, most, beam, length_penalty)
@@ -89,7 +89,7 @@ def _check(
     if source.size == 0:
         raise UserError(f"There must be a source with a token, got {list(source.shape)} ids.")
     for name, token in (("start", start), ("end", end)):
-        require_range(name, token, 0, model.decoder.vocab_size - 1)
+        Between(0, model.decoder.vocab_size - 1).check(name, token)
     context = model.config.context_length
     most = context if max_new_tokens is None else max_new_tokens
     if not 1 <= most <= context:

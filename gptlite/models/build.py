@@ -1,93 +1,114 @@
-"""From a config to the blocks that it describes."""
+"""From a config to the blocks that it describes.
 
-import dataclasses
+Each table holds the package's blocks by the name that a config has for them. An entry is called as
+`make(config, key=key, ...)`. Its other keyword arguments are the block's own options, which follow
+the name in a config, as in `moe:n_experts=8`; their annotations say what they may be. Custom blocks
+are called in the same way.
+"""
+
 import inspect
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any, get_args
 
 import jax
 from jaxtyping import PRNGKeyArray
 
-from gptlite.config import ModelConfig, UserError, block_name
+from gptlite.config import (
+    CUSTOM,
+    Between,
+    ModelConfig,
+    UserError,
+    check_value,
+    split_variant,
+)
 from gptlite.nn.attention import Attention, CrossAttention, Heads, ValueResidual
 from gptlite.nn.block import Block, ParallelBlock, PostNorm, PreNorm, SandwichNorm
 from gptlite.nn.mlp import ACTIVATIONS, MLP, GatedMLP, MoE
 from gptlite.nn.norms import DyT, LayerNorm, RMSNorm
-from gptlite.nn.positions import ALiBi, NoPositions, RelativeBias, Rotary
+from gptlite.nn.positions import ALiBi, Learned, NoPositions, RelativeBias, Rotary, Sinusoidal
+
+Count = Annotated[int, Between(1, 10_000_000)]
 
 
 def make_block(
     config: ModelConfig,
     key: PRNGKeyArray,
     *,
-    causal: bool | None = None,
+    causal: bool = True,
     cross_attention: bool = False,
 ) -> Any:
     """One layer as `config` describes it: of a `GPT`; with `causal` False, of an encoder; with
-    `causal` True and `cross_attention`, of a decoder that reads an encoder.
+    `cross_attention`, of a decoder that reads an encoder.
 
     **Raises:** `UserError` if `config.block` has no cross-attention and is to have one.
     """
-    if config.block not in ("parallel", *RESIDUALS):
-        if cross_attention:
-            raise _no_cross_attention(config)
-        return make_own(config.block, config, key, causal=causal)
-    attention_key, mlp_key = jax.random.split(key)
-    norm_keys = iter(jax.random.split(jax.random.fold_in(key, 2), 6))
-    parts = {
-        "attention": make_attention(config, attention_key, causal=causal),
-        "mlp": make_mlp(config, mlp_key),
-        "dropout": config.dropout,
-    }
-    if config.block == "parallel":
-        if cross_attention:
-            raise _no_cross_attention(config)
-        return ParallelBlock(norm=make_norm(config, next(norm_keys)), **parts)
-    kind = RESIDUALS[config.block]
-
-    def residual():
-        return kind(*[make_norm(config, next(norm_keys)) for _ in dataclasses.fields(kind)])
-
-    if cross_attention:
-        heads = make_heads(config, jax.random.fold_in(key, 3))
-        parts["cross_attention"] = CrossAttention(heads, config.attention_dropout)
-        parts["cross_residual"] = residual()
-    return Block(attention_residual=residual(), mlp_residual=residual(), **parts)
+    if not cross_attention:
+        return make_part("block", config, key, causal=causal)
+    if config.block not in RESIDUALS:
+        raise UserError(
+            f"The block of an encoder-decoder must be one of {', '.join(RESIDUALS)}, got "
+            f"{config.block}."
+        )
+    return make_part("block", config, key, causal=causal, cross_attention=True)
 
 
-RESIDUALS: dict[Any, Any] = {"pre": PreNorm, "post": PostNorm, "sandwich": SandwichNorm}
+def _residual_block(residual: Any, n_norms: int) -> Callable[..., Any]:
+    def make(config, *, causal=True, cross_attention=False, key):
+        attention_key, mlp_key, cross_key, *norm_keys = jax.random.split(key, 3 + 3 * n_norms)
+        residuals = [
+            residual(*[make_norm(config, k) for k in norm_keys[i : i + n_norms]])
+            for i in range(0, 3 * n_norms, n_norms)
+        ]
+        return Block(
+            attention=make_part("attention", config, attention_key, causal=causal),
+            attention_residual=residuals[0],
+            mlp=make_part("mlp", config, mlp_key),
+            mlp_residual=residuals[1],
+            cross_attention=CrossAttention(make_heads(config, cross_key), config.attention_dropout)
+            if cross_attention
+            else None,
+            cross_residual=residuals[2] if cross_attention else None,
+            dropout=config.dropout,
+        )
+
+    return make
 
 
-def _no_cross_attention(config: ModelConfig) -> UserError:
-    return UserError(
-        f"The block of an encoder-decoder must be one of {', '.join(RESIDUALS)}, got "
-        f"{block_name(config.block)}."
+def _parallel_block(config, *, causal=True, key):
+    attention_key, mlp_key, norm_key = jax.random.split(key, 3)
+    return ParallelBlock(
+        attention=make_part("attention", config, attention_key, causal=causal),
+        mlp=make_part("mlp", config, mlp_key),
+        norm=make_norm(config, norm_key),
+        dropout=config.dropout,
     )
 
 
-def make_attention(config: ModelConfig, key: PRNGKeyArray, *, causal: bool | None = None) -> Any:
-    """Attention as `config` describes it; for `causal`, see `make_block`.
+def _full_attention(config, *, value_residual: bool = False, causal=True, key):
+    return _attention(config, None, value_residual, causal, key)
 
-    **Raises:** `UserError` if an encoder's is to be sliding.
-    """
-    if config.attention not in ("full", "sliding"):
-        return make_own(config.attention, config, key, causal=causal)
-    score_bias = None
-    if config.positions == "alibi":
-        score_bias = ALiBi(config.n_heads)
-    elif config.positions == "relative":
-        bias_key = jax.random.fold_in(key, 0)
-        score_bias = RelativeBias(config.n_heads, both_ways=causal is False, key=bias_key)
-    sliding = config.attention == "sliding"
-    if sliding and causal is False:
-        raise UserError("An encoder sees all tokens: attention must be full, got sliding.")
+
+def _sliding_attention(
+    config, *, window: Count = 64, value_residual: bool = False, causal=True, key
+):
+    if not causal:
+        raise UserError("An encoder sees all tokens: model.attention must be full, got sliding.")
+    return _attention(config, window, value_residual, causal, key)
+
+
+def _attention(
+    config: ModelConfig, window: int | None, value_residual: bool, causal: bool, key: PRNGKeyArray
+) -> Attention:
+    heads_key, positions_key = jax.random.split(key)
+    positions = make_part("positions", config, positions_key, causal=causal)
     return Attention(
-        make_heads(config, key),
-        positions=Rotary() if config.positions == "rotary" else NoPositions(),
-        score_bias=score_bias,
-        value_residual=ValueResidual() if config.value_residual else None,
-        causal=causal is not False,
-        window=config.window if sliding else None,
+        make_heads(config, heads_key),
+        positions=positions if isinstance(positions, Rotary) else NoPositions(),
+        score_bias=positions if isinstance(positions, ALiBi | RelativeBias) else None,
+        value_residual=ValueResidual() if value_residual else None,
+        causal=causal,
+        window=window,
         dropout=config.attention_dropout,
     )
 
@@ -107,60 +128,165 @@ def make_heads(config: ModelConfig, key: PRNGKeyArray) -> Heads:
     )
 
 
-def make_mlp(config: ModelConfig, key: PRNGKeyArray) -> Any:
-    """The MLP as `config` describes it."""
-    d_model, d_ff = config.d_model, config.d_hidden
-    std, down_std = init_stds(config)
-    if config.mlp == "moe":
-        return MoE(
-            d_model,
-            max(1, d_ff // config.experts_per_token),
-            n_experts=config.n_experts,
-            experts_per_token=config.experts_per_token,
-            balance_loss=config.balance_loss,
+def _mlp(kind: Any, activation: Callable) -> Callable[..., Any]:
+    def make(config, *, key):
+        std, down_std = init_stds(config)
+        return kind(
+            config.d_model,
+            config.d_hidden,
+            activation=activation,
             std=std,
             down_std=down_std,
+            bias=config.bias,
             key=key,
         )
-    stds = {"std": std, "down_std": down_std}
-    gated = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}
-    if config.mlp in gated:
-        act = gated[config.mlp]
-        return GatedMLP(d_model, d_ff, activation=act, **stds, bias=config.bias, key=key)
-    if config.mlp in ACTIVATIONS:
-        act = ACTIVATIONS[config.mlp]
-        return MLP(d_model, d_ff, activation=act, **stds, bias=config.bias, key=key)
-    return make_own(config.mlp, config, key)
+
+    return make
+
+
+def _moe(
+    config,
+    *,
+    n_experts: Annotated[int, Between(1, 10_000)] = 4,
+    experts_per_token: Annotated[int, Between(1, 10_000)] = 2,
+    balance_loss: Annotated[float, Between(0.0)] = 0.01,
+    key,
+):
+    check_value(
+        "experts_per_token in model.mlp", experts_per_token, Annotated[int, Between(1, n_experts)]
+    )
+    std, down_std = init_stds(config)
+    return MoE(
+        config.d_model,
+        max(1, config.d_hidden // experts_per_token),
+        n_experts=n_experts,
+        experts_per_token=experts_per_token,
+        balance_loss=balance_loss,
+        std=std,
+        down_std=down_std,
+        key=key,
+    )
 
 
 def make_norm(config: ModelConfig, key: PRNGKeyArray) -> Any:
     """The norm as `config` describes it."""
-    if config.norm == "rms":
-        return RMSNorm(config.d_model)
-    if config.norm == "layer":
-        return LayerNorm(config.d_model, bias=config.bias)
-    if config.norm == "dyt":
-        return DyT(config.d_model, bias=config.bias)
-    return make_own(config.norm, config, key)
+    return make_part("norm", config, key)
 
 
-def make_own(
-    block: str | type, config: ModelConfig, key: PRNGKeyArray, *, causal: bool | None = None
-) -> Any:
-    """A block of the user's own, which is told of `causal` where that is not None.
+def _relative(
+    config,
+    *,
+    buckets: Annotated[int, Between(4, 10_000)] = 32,
+    farthest: Count = 128,
+    causal=True,
+    key,
+):
+    return RelativeBias(
+        config.n_heads, buckets=buckets, farthest=farthest, both_ways=not causal, key=key
+    )
 
-    **Raises:** `UserError` if it is but a name, or is to be told and cannot.
+
+def _learned(config, *, causal=True, key):
+    return Learned(config.context_length, config.d_model, std=embedding_std(config), key=key)
+
+
+RESIDUALS = {"pre": PreNorm, "post": PostNorm, "sandwich": SandwichNorm}
+TABLES: dict[str, dict[str, Callable[..., Any]]] = {
+    "block": {
+        "pre": _residual_block(PreNorm, 1),
+        "post": _residual_block(PostNorm, 1),
+        "sandwich": _residual_block(SandwichNorm, 2),
+        "parallel": _parallel_block,
+    },
+    "attention": {"full": _full_attention, "sliding": _sliding_attention},
+    "mlp": {
+        **{name: _mlp(MLP, activation) for name, activation in ACTIVATIONS.items()},
+        "swiglu": _mlp(GatedMLP, jax.nn.silu),
+        "geglu": _mlp(GatedMLP, jax.nn.gelu),
+        "moe": _moe,
+    },
+    "norm": {
+        "rms": lambda config, *, key: RMSNorm(config.d_model),
+        "layer": lambda config, *, key: LayerNorm(config.d_model, bias=config.bias),
+        "dyt": lambda config, *, key: DyT(config.d_model, bias=config.bias),
+    },
+    "positions": {
+        "rotary": lambda config, *, causal=True, key: Rotary(),
+        "learned": _learned,
+        "sinusoidal": lambda config, *, causal=True, key: Sinusoidal(),
+        "alibi": lambda config, *, causal=True, key: ALiBi(config.n_heads),
+        "relative": _relative,
+        "none": lambda config, *, causal=True, key: NoPositions(),
+    },
+}
+
+
+def make_part(field: str, config: ModelConfig, key: PRNGKeyArray, **more: Any) -> Any:
+    """The part that `config.FIELD` describes, made with `more`.
+
+    **Raises:** `UserError` if there is no such part, it does not take the options given, or it is a
+    custom one that does not take `causal` and is to serve in an encoder.
     """
-    if isinstance(block, str):
-        raise UserError(f"{block} has not been loaded: see gptlite.own.load_own.")
-    if causal is None:
-        return block(config, key=key)
-    if "causal" not in inspect.signature(block).parameters:
+    make, options = find_part(field, config)
+    if "causal" not in inspect.signature(make).parameters and not more.pop("causal", True):
         raise UserError(
-            f"{block_name(block)} must take causal=, to serve in a model with an encoder: False "
-            "there, where every token sees every other, and True in the decoder."
+            f"{getattr(config, field)} must take causal=, to serve in an encoder, where every "
+            "token sees every other: causal is False there, and True in a decoder."
         )
-    return block(config, causal=causal, key=key)
+    return make(config, **options, **more, key=key)
+
+
+def find_part(field: str, config: ModelConfig) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """What makes the part that `config.FIELD` describes, and the part's own options.
+
+    **Raises:** `UserError` if there is no such part, or it does not take the options given.
+    """
+    value = getattr(config, field)
+    name, given = split_variant(value)
+    make = TABLES[field].get(name) or CUSTOM.get(name)
+    if make is None:
+        raise UserError(f"{name} has not been loaded: see gptlite.load_custom.")
+    signature = inspect.signature(make).parameters
+    known = {
+        option: parameter
+        for option, parameter in signature.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+        and option not in ("key", "causal", "cross_attention")
+    }
+    options = {}
+    for option, text in given.items():
+        if option not in known:
+            has = f"its options are {', '.join(known)}" if known else "it has no options"
+            raise UserError(f"model.{field} {name} has no option {option}: {has}.")
+        options[option] = _parse(f"{option} in model.{field}", text, known[option].annotation)
+    return make, options
+
+
+def _parse(name: str, text: str, kind: Any) -> Any:
+    """An option's value, of the annotated type.
+
+    **Raises:** `UserError` if `text` is no such value.
+    """
+    plain = get_args(kind)[0] if hasattr(kind, "__metadata__") else kind
+    value: Any = text
+    try:
+        if plain is bool:
+            value = {"true": True, "false": False}[text.lower()]
+        elif plain in (int, float):
+            value = plain(text)
+    except (ValueError, KeyError):
+        raise UserError(f"{name} must be {plain.__name__}, got {text!r}.") from None
+    if plain in (bool, int, float, str):
+        check_value(name, value, kind)
+    return value
+
+
+def embedding_std(config: ModelConfig) -> float:
+    """The standard deviation of embeddings and learned positions."""
+    if config.scale_embedding:
+        return config.d_model**-0.5
+    # A head that shares the embedding's matrix needs it small: logits start near 0.
+    return 0.02 if config.init == "gpt2" or config.tied_head else 1.0
 
 
 def init_stds(config: ModelConfig) -> tuple[float, float]:

@@ -1,5 +1,6 @@
 """What all models have in common: from ids to hidden states."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from gptlite.config import ModelConfig
-from gptlite.models.build import make_norm
+from gptlite.models.build import embedding_std, make_norm, make_part
 from gptlite.nn.block import drop
 from gptlite.nn.context import Context
 from gptlite.nn.embedding import Embedding
@@ -44,19 +45,15 @@ class Transformer(eqx.Module):
         d_model = config.d_model
         self.config = config
         scale = math.sqrt(d_model) if config.scale_embedding else 1.0
-        # A head that shares the embedding's matrix needs it small: logits start near 0.
-        std = 0.02 if config.init == "gpt2" or config.tied_head else 1.0
-        if config.scale_embedding:
-            std = 1.0 / scale
+        std = embedding_std(config)
         self.embedding = Embedding(rows, d_model, std=std, scale=scale, key=embedding_key)
         self.previous = tuple(
             Embedding(rows, d_model, std=0.0, scale=scale, key=embedding_key)
             for _ in range(config.embed_previous)
         )
-        if config.positions == "learned":
-            self.positions = Learned(config.context_length, d_model, std=std, key=positions_key)
-        else:
-            self.positions = Sinusoidal() if config.positions == "sinusoidal" else NoPositions()
+        positions = make_part("positions", config, positions_key)
+        added = isinstance(positions, Learned | Sinusoidal)
+        self.positions = positions if added else NoPositions()
         self.stack = Stack(
             lambda key: make_block(config, key),
             config.n_layers,
@@ -87,10 +84,8 @@ class Transformer(eqx.Module):
             x = x + gathered(embedding, "embedding")(earlier)
         x = constrain(self.positions(x, context.start), "batch", None, None)
         x = drop(x, self.config.dropout, embedding_key)
-        if self.config.value_residual:
-            first = self.stack.first.first_values(x)
-            context = eqx.tree_at(
-                lambda c: c.first_values, context, first, is_leaf=lambda x: x is None
-            )
+        first_block = self.stack.first
+        if hasattr(first_block, "first_values"):
+            context = dataclasses.replace(context, first_values=first_block.first_values(x))
         x, caches, aux_loss = self.stack(x, caches, context, key=stack_key)
         return self.norm(x), caches, aux_loss

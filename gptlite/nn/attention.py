@@ -158,10 +158,6 @@ class Attention(eqx.Module):
         empty = jnp.zeros((*batch, n_kv_heads, capacity, self.heads.d_head), dtype)
         return KVCache(keys=empty, values=empty)
 
-    def first_values(self, x: Float[Array, "*batch seq d_model"]) -> Float[Array, "*batch seq d"]:
-        """What this layer, the first, contributes to the value residuals of all layers."""
-        return self.heads.value(x)
-
     def __call__(
         self,
         x: Float[Array, "*batch seq d_model"],

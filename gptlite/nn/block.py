@@ -104,9 +104,11 @@ class Block(eqx.Module):
             return cache
         return BlockCache(cache, self._read_memory(context))
 
-    def first_values(self, x: Float[Array, "*batch seq d_model"]) -> Float[Array, "*batch seq d"]:
-        """See `Attention`."""
-        return self.attention.first_values(self.attention_residual.before(x))
+    def first_values(
+        self, x: Float[Array, "*batch seq d_model"]
+    ) -> Float[Array, "*batch seq d"] | None:
+        """Of the first layer: what all layers take for their value residuals; None without them."""
+        return first_values(self.attention, self.attention_residual.before(x))
 
     def __call__(
         self,
@@ -166,9 +168,11 @@ class ParallelBlock(eqx.Module):
         """As `Block.init_cache`."""
         return self.attention.init_cache(batch, capacity, dtype)
 
-    def first_values(self, x: Float[Array, "*batch seq d_model"]) -> Float[Array, "*batch seq d"]:
-        """See `Attention`."""
-        return self.attention.first_values(self.norm(x))
+    def first_values(
+        self, x: Float[Array, "*batch seq d_model"]
+    ) -> Float[Array, "*batch seq d"] | None:
+        """As `Block.first_values`."""
+        return first_values(self.attention, self.norm(x))
 
     def __call__(
         self,
@@ -190,6 +194,13 @@ class ParallelBlock(eqx.Module):
 def drop(x: Float[Array, "*axes"], rate: float, key: PRNGKeyArray | None) -> Float[Array, "*axes"]:
     """`x` with dropout, if there is a key."""
     return eqx.nn.Dropout(rate)(x, key=key, inference=key is None)
+
+
+def first_values(
+    attention: Any, x: Float[Array, "*batch seq d_model"]
+) -> Float[Array, "*batch seq d"] | None:
+    """The values of the first layer's attention, if layers have value residuals."""
+    return attention.heads.value(x) if getattr(attention, "value_residual", None) else None
 
 
 def split_key(key: PRNGKeyArray | None, count: int) -> Any:

@@ -32,13 +32,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from gptlite.cli import errors_as_sentences
-from gptlite.config import ModelConfig, UserError, is_own, require
+from gptlite.config import ModelConfig, UserError, is_custom, require
+from gptlite.custom import load_class
 from gptlite.models.encoder import Encoder
 from gptlite.models.seq2seq import Seq2Seq
 from gptlite.models.summary import count_parameters
 from gptlite.nn.context import Context
 from gptlite.nn.stack import Stack
-from gptlite.own import load_class
 from gptlite.sharding import path_name
 from gptlite.training.optimizer import inside
 from gptlite.training.step import cast
@@ -707,7 +707,7 @@ def main() -> None:
     arguments = parser.parse_args()
     name = arguments.block
     with errors_as_sentences(arguments.debug):
-        require(is_own(name), f"A block is named as FILE.py:CLASS, got {name!r}.")
+        require(is_custom(name), f"A block is named as FILE.py:CLASS, got {name!r}.")
         try:
             causal = False if arguments.both_ways else None
             print(check_block(load_class(name), causal=causal, idle=arguments.idle))

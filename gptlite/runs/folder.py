@@ -2,7 +2,7 @@
 
     config.json        every knob
     tokenizer.json     the tokenizer, whole
-    own/               copies of the files that blocks from outside the package came from
+    custom/            copies of the files that custom blocks came from
     metrics.jsonl      one object a line
     best.safetensors   weights at the best evaluation
     last.safetensors   weights at the last checkpoint
@@ -29,11 +29,13 @@ import jax
 import numpy as np
 from filelock import SoftFileLock, Timeout
 
-from gptlite.config import Config, UserError, load_config, plain, save_config
+from gptlite.config import Config, UserError
+from gptlite.custom import custom_options
 from gptlite.files import sync, write_atomically, write_json
-from gptlite.own import OWN_FOLDER, changed_sources, own_options, own_sources
 from gptlite.runs.checkpoints import Checkpoints, Record, list_steps
 from gptlite.runs.find import check_free
+from gptlite.runs.saved_config import load_config, save_config
+from gptlite.runs.sources import changed_sources, save_sources
 from gptlite.runs.weights import named_arrays, weights_step, weights_to_bytes
 from gptlite.text.tokenizer import Tokenizer, decode
 from gptlite.training.fit import DivergenceError, Progress
@@ -125,9 +127,7 @@ class RunFolder:
                 new.mkdir()
                 save_config(config, new / "config.json")
                 write_json(new / "tokenizer.json", tokenizer.to_json())
-                for name, source in own_sources(config.model).items():
-                    (new / OWN_FOLDER).mkdir(exist_ok=True)
-                    write_atomically(new / OWN_FOLDER / name, source)
+                save_sources(new, config.model)
                 if self.path.exists():
                     self.path.rename(old)
                 new.rename(self.path)
@@ -217,15 +217,15 @@ class RunFolder:
         """Bring the folder back to where `checkpoint` was written."""
         record, folder = checkpoint.record, self.path / "checkpoints"
         step = record.position.step
-        for changed in changed_sources(self.path / OWN_FOLDER, config.model):
-            self._say(f"{changed} is not as it was when the run began.")
+        for changed in changed_sources(self.path, config.model):
+            self._say(f"{changed} has changed since the run began.")
         with self._writing():
             for damaged in checkpoint.damaged:
                 self._set_aside(folder / str(damaged))
             for left in (*self.path.glob(".*.part"), self.path / "result.json"):
                 left.unlink(missing_ok=True)
             self._take_back_lines(step)
-            if plain(load_config(self.path / "config.json")) != plain(config):
+            if load_config(self.path / "config.json") != config:
                 save_config(config, self.path / "config.json")
             if checkpoint.best_weights is not None:
                 assert checkpoint.best is not None
@@ -360,8 +360,8 @@ class RunFolder:
         steps = list_steps(self.path / "checkpoints")
         if not steps:
             return "Nothing has been saved yet."
-        own = own_options(self._config.model)
-        words = ["python", "train.py", "--resume", str(self.path), *own, *options]
+        custom = custom_options(self._config.model)
+        words = ["python", "train.py", "--resume", str(self.path), *custom, *options]
         return f"To go on from step {steps[0]}:\n    {shlex.join(words)}"
 
     def save_result(self, result: dict[str, Any]) -> None:

@@ -13,10 +13,12 @@ from typing import Any, Literal
 import equinox as eqx
 import jax
 
-from gptlite.config import Config, UserError, load_config
+from gptlite.config import Config, UserError, Variant
+from gptlite.custom import load_custom, name_again
 from gptlite.files import read_json
 from gptlite.models.gpt import GPT
-from gptlite.own import OWN_FOLDER, changed_sources, load_own, named_again
+from gptlite.runs.saved_config import load_config
+from gptlite.runs.sources import changed_sources
 from gptlite.runs.weights import load_weights
 from gptlite.text.corpus import Corpus, load_corpus
 from gptlite.text.tokenizer import Tokenizer, tokenizer_from_json
@@ -36,24 +38,25 @@ def load_run(
     path: Path | str,
     which: Literal["best", "last"] = "best",
     *,
-    own: Mapping[str, str | type] = MappingProxyType({}),
+    custom: Mapping[str, Variant] = MappingProxyType({}),
     say: Callable[[str], Any] = warnings.warn,
 ) -> Run:
     """Load a run's model, tokenizer and config.
 
-    `own`: the blocks of your own that it was made with, named again by their knob, as in
-    `{"mlp": SineMLP}` or `{"mlp": "my_blocks.py:SineMLP"}`; the file is then executed. `say` hears
-    of one that has changed.
+    `custom`: the custom blocks that it was made with, named again by their field, as in
+    `{"mlp": SineMLP}` or `{"mlp": "my_blocks.py:SineMLP"}`; the file is then executed. `say` is
+    called with a sentence if one has changed.
 
     **Raises:** `UserError` if a file is missing, damaged or of another shape than the config says,
-    or an own block is not named.
+    or a custom block is not named.
     """
     path = Path(path)
     if not (path / "config.json").is_file():
         raise UserError(f"{path} is not a run: it has no config.json.")
-    config = load_own(named_again(load_config(path / "config.json"), own))
-    for changed in changed_sources(path / OWN_FOLDER, config.model):
-        say(f"{changed} is not as it was when {path} began.")
+    config = name_again(load_config(path / "config.json"), custom)
+    load_custom(config.model)
+    for changed in changed_sources(path, config.model):
+        say(f"{changed} has changed since {path} began.")
     tokenizer = load_tokenizer(path)
     skeleton = eqx.filter_eval_shape(
         GPT,

@@ -3,18 +3,15 @@
 import contextlib
 import os
 import signal
-import socket
-import sys
-import threading
 
 
 class Stop:
-    """While it is entered, the first of these signals is only noted, for the loop to end at the
-    next step; the second one ends the process at once. Those that were ignored (`nohup`) stay so.
+    """While it is entered, the first of these signals only sets a flag, for the loop to end after
+    the next dispatch; the second ends the process at once. Signals that were ignored (`nohup`) stay
+    ignored. It can be entered on the main thread only.
 
-    Python runs its signal handlers between two of its own instructions, and a compiled step may
-    last minutes. So a thread of its own learns of signals through the wake-up socket, to which they
-    are written at once. It can be entered on the main thread only.
+    Python runs signal handlers between two of its own instructions: after the compiled steps that
+    are under way, which `fit` keeps short.
     """
 
     def __init__(self) -> None:
@@ -32,34 +29,22 @@ class Stop:
         return 128 + (self.signal or 0)
 
     def __enter__(self) -> "Stop":
-        self._read, self._write = socket.socketpair()
-        self._write.setblocking(False)
-        self._fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
-        # The handlers do nothing; but without one there is no wake-up.
-        numbers = [signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)]
-        self._handlers = {
-            number: signal.signal(number, lambda *_: None)
-            for number in dict.fromkeys(numbers)
+        numbers = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
+        self._before = {
+            number: signal.signal(number, self._set)
+            for number in numbers
             if signal.getsignal(number) != signal.SIG_IGN
         }
-        self._thread = threading.Thread(target=self._listen, daemon=True)
-        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._handlers.items():
+        for number, handler in self._before.items():
             signal.signal(number, handler)
-        signal.set_wakeup_fd(self._fd)
-        self._write.close()
-        self._thread.join()
-        self._read.close()
 
-    def _listen(self) -> None:
-        while received := self._read.recv(1):
-            if received[0] not in self._handlers:
-                continue
-            if self.requested:
-                os._exit(128 + received[0])
-            self.signal = received[0]
-            with contextlib.suppress(OSError):  # the terminal may be gone
-                print("\nstopping after this step; once more to stop at once", file=sys.stderr)
+    def _set(self, number: int, frame: object) -> None:
+        if self.requested:
+            os._exit(128 + number)
+        self.signal = number
+        # Not print: a handler may interrupt one. And the terminal may be gone.
+        with contextlib.suppress(OSError):
+            os.write(2, b"\nstopping after this step; once more to stop at once\n")

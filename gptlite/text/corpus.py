@@ -161,13 +161,13 @@ def _shakespeare(
         content = download(DOWNLOAD_SECONDS)
     except OSError as error:
         raise UserError(
-            f"TinyShakespeare is not at {path} and could not be fetched from the Hugging Face hub "
-            f"({SHAKESPEARE}): {error}. {by_hand}"
+            f"TinyShakespeare is not at {path} and could not be fetched from {SHAKESPEARE}: "
+            f"{error}. {by_hand}"
         ) from error
     if hashlib.sha256(content).hexdigest() != SHAKESPEARE_SHA256:
         raise UserError(
-            f"What the Hugging Face hub holds as {SHAKESPEARE} is not TinyShakespeare (its sha256 "
-            f"should be {SHAKESPEARE_SHA256}). {by_hand}"
+            f"What is at {SHAKESPEARE} is not TinyShakespeare (its sha256 should be "
+            f"{SHAKESPEARE_SHA256}). {by_hand}"
         )
     try:
         data_folder.mkdir(parents=True, exist_ok=True)

@@ -79,13 +79,13 @@ def test_greedy_is_the_most_probable_token():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"temperature": -1.0}, "temperature must be a positive number .*got -1.0"),
-        ({"temperature": 0.0}, "use greedy"),
+        ({"temperature": -1.0}, "temperature must be at least 1e-06, got -1.0"),
+        ({"temperature": 0.0}, "temperature must be at least 1e-06, got 0.0"),
         ({"temperature": float("nan")}, "temperature"),
-        ({"top_k": 0}, "top_k must be between 1 .*got 0"),
-        ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
+        ({"top_k": 0}, "top_k must be at least 1 .*got 0"),
+        ({"top_p": 0.0}, "top_p must be above 0.0 and at most 1.0, got 0.0"),
         ({"top_p": 1.5}, "top_p"),
-        ({"min_p": -0.1}, "min_p must be between 0.0 and 1.0, got -0.1"),
+        ({"min_p": -0.1}, "min_p must be at least 0.0 and at most 1.0, got -0.1"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings, words):

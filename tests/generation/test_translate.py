@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from conftest import drawn
 
-from gptlite.config import VASWANI, UserError
+from gptlite.config import UserError
 from gptlite.generation.translate import beam_search, greedy_search
 from gptlite.models.seq2seq import Seq2Seq, shift_right
 from gptlite.nn import WHOLE_SEQUENCE
+from gptlite.presets import VASWANI
 
 VOCAB, START, END, LONGEST = 5, 0, 1, 4
 CONFIG = dataclasses.replace(
@@ -144,10 +145,13 @@ def test_it_ends_where_it_is_told_to(model):
     [
         ({"max_new_tokens": 0}, r"max_new_tokens must be 1 to 4, .* got 0"),
         ({"max_new_tokens": 5}, r"max_new_tokens must be 1 to 4, .* got 5"),
-        ({"beam": 0}, r"beam must be between 1 and .* got 0"),
-        ({"length_penalty": -1.0}, r"length_penalty must be between 0.0 and 10.0, got -1.0"),
-        ({"start": -1}, r"start must be between 0 and 4, got -1"),
-        ({"end": 5}, r"end must be between 0 and 4, got 5"),
+        ({"beam": 0}, r"beam must be at least 1 and .* got 0"),
+        (
+            {"length_penalty": -1.0},
+            r"length_penalty must be at least 0.0 .* 10.0, got -1.0",
+        ),
+        ({"start": -1}, r"start must be at least 0 and at most 4, got -1"),
+        ({"end": 5}, r"end must be at least 0 and at most 4, got 5"),
     ],
 )
 def test_what_cannot_be_is_said(model, options, sentence):

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gptlite.config import GPT2_SMALL
 from gptlite.models.gpt import GPT
+from gptlite.presets import GPT2_SMALL
 
 torch = pytest.importorskip("torch", reason="the reference needs torch and transformers")
 transformers = pytest.importorskip("transformers", reason="the reference needs transformers")

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from conftest import drawn
 
-from gptlite.config import VASWANI, ModelConfig, UserError
+from gptlite.config import ModelConfig, UserError
 from gptlite.models.encoder import Encoder
 from gptlite.models.seq2seq import Seq2Seq, shift_right
 from gptlite.models.summary import count_parameters, flops_per_token, summary
 from gptlite.models.watch import attention_maps
 from gptlite.nn import Attention, CrossAttention, Heads
+from gptlite.presets import VASWANI
 from gptlite.research import check_block as checks
 from gptlite.research.check_block import CHECKS, check_block
 
@@ -23,7 +24,13 @@ VOCAB = 19
 SMALL: dict[str, Any] = {"n_layers": 2, "n_heads": 2, "d_model": 16, "context_length": 9}
 PAPER = dataclasses.replace(VASWANI, **SMALL)
 ONE = dataclasses.replace(PAPER, n_layers=1)
-OURS = ModelConfig(**SMALL, positions="sinusoidal", stack="scan", n_kv_heads=1, value_residual=True)
+OURS = ModelConfig(
+    **SMALL,
+    positions="sinusoidal",
+    stack="scan",
+    n_kv_heads=1,
+    attention="full:value_residual=true",
+)
 LESS = dataclasses.replace(OURS, n_layers=1)
 # Softmax cancels a bias of the keys.
 KEY_BIASES = [
@@ -210,7 +217,7 @@ def test_a_planted_bug_is_found(bug):
     "changes",
     [
         {"positions": "relative", "block": "sandwich"},
-        {"positions": "alibi", "block": "parallel", "value_residual": False},
+        {"positions": "alibi", "block": "parallel", "attention": "full"},
         {"positions": "rotary", "block": "post"},
         {"positions": "learned"},
     ],

@@ -2,9 +2,9 @@ import equinox as eqx
 import jax
 from conftest import tiny_model
 
-from gptlite.config import PRESETS
 from gptlite.models.gpt import GPT
 from gptlite.models.summary import activation_bytes, count_parameters, flops_per_token, summary
+from gptlite.presets import PRESETS
 
 
 def skeleton(preset: str) -> GPT:

@@ -417,5 +417,5 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
     code, said = run(f"{file}:Unused")
     assert (code, said.out) == (2, "")
     assert "Unused in" in said.err
-    assert "is another name for Unused of test_check_block" in said.err
+    assert "is another name for" in said.err
     assert run("nonsense")[0] == 2

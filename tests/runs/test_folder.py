@@ -19,7 +19,8 @@ import pytest
 from conftest import TEXT, TINY
 from soak.kill_loop import metrics as lines
 
-from gptlite.config import Config, TrainingConfig, UserError, load_config
+from gptlite.config import Config, TrainingConfig, UserError
+from gptlite.runs.saved_config import load_config
 from gptlite.models.gpt import GPT
 from gptlite.runs import folder
 from gptlite.runs.checkpoints import Checkpoints, list_steps

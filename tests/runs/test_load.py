@@ -14,7 +14,8 @@ import pytest
 import safetensors.numpy
 from conftest import TEXT, TINY
 
-from gptlite.config import Config, UserError, load_config, save_config
+from gptlite.config import Config, UserError
+from gptlite.runs.saved_config import load_config, save_config
 from gptlite.files import write_json
 from gptlite.models.gpt import GPT
 from gptlite.runs.find import newest_run

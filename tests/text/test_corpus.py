@@ -1,4 +1,9 @@
+import contextlib
 import hashlib
+import http.server
+import threading
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -81,23 +86,66 @@ def test_a_corpus_named_explicitly_is_never_swapped(tmp_path):
         load_corpus("shakespeare", data_folder=tmp_path, download=unreachable)
 
 
-def test_the_download_has_a_deadline():
-    with pytest.raises(OSError, match=r"no answer within 0\.01 seconds"):
-        download_shakespeare(0.01)
+@contextlib.contextmanager
+def server(answer: Callable[[http.server.BaseHTTPRequestHandler], None]) -> Iterator[str]:
+    """The address of a server on this machine that answers so."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            with contextlib.suppress(OSError):  # the other side may have gone
+                answer(self)
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as found:
+        found.daemon_threads = True
+        threading.Thread(target=found.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{found.server_port}/input.txt"
+        found.shutdown()
 
 
-def test_the_download_joins_the_splits(tmp_path):
-    from datasets import Dataset
-
-    for split, text in {"train": "To be,\r\n", "validation": "or not", "test": "\nto be"}.items():
-        Dataset.from_dict({"text": [text]}).to_parquet(tmp_path / f"{split}.parquet")
-    assert download_shakespeare(60, str(tmp_path)) == b"To be,\r\nor not\nto be"
+def whole(handler):
+    handler.send_response(200)
+    handler.end_headers()
+    handler.wfile.write(b"To be,\r\nor not\nto be" * 10_000)
 
 
-def test_a_failed_download_says_why_in_one_line(tmp_path):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(OSError, match="empty") as error:
-        download_shakespeare(60, str(tmp_path / "empty"))
+def silent(handler):
+    time.sleep(2)
+
+
+def trickling(handler):
+    handler.send_response(200)
+    handler.end_headers()
+    for _ in range(100):
+        handler.wfile.write(b"To be")
+        handler.wfile.flush()
+        time.sleep(0.05)
+
+
+def missing(handler):
+    handler.send_error(404)
+
+
+def broken(handler):
+    handler.wfile.write(b"nonsense\r\n\r\n")
+
+
+def test_the_download_is_the_file():
+    with server(whole) as url:
+        assert download_shakespeare(60, url) == b"To be,\r\nor not\nto be" * 10_000
+
+
+@pytest.mark.parametrize(
+    ("answer", "seconds", "words"),
+    [
+        (silent, 0.1, "timed out"),
+        (trickling, 0.3, r"not arrived within 0\.3 seconds"),
+        (missing, 60, "404"),
+        (broken, 60, "the answer is broken"),
+    ],
+)
+def test_a_failed_download_says_why_in_one_line(answer, seconds, words):
+    with server(answer) as url, pytest.raises(OSError, match=words) as error:
+        download_shakespeare(seconds, url)
     assert "\n" not in str(error.value)
 
 

@@ -137,7 +137,9 @@ def test_settings_out_of_range_are_refused(changes):
 
 
 def test_tables_and_gains_inside_the_blocks_are_adams():
-    model = tiny_model(positions="relative", mlp="moe", norm="dyt", value_residual=True)
+    model = tiny_model(
+        positions="relative", mlp="moe", norm="dyt", attention="full:value_residual=true"
+    )
     config = dataclasses.replace(PLAIN, name="muon", learning_rate=0.0, adam_learning_rate=1.0)
     params = eqx.filter(model, eqx.is_inexact_array)
     optimizer = make_optimizer(config, 10, params)

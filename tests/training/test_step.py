@@ -76,11 +76,11 @@ def test_counts_of_another_shape_are_refused():
 
 
 def test_parts_do_not_change_the_balance_loss():
-    model = tiny_model(mlp="moe", balance_loss=1.0)
+    model = tiny_model(mlp="moe:balance_loss=1.0")
     whole = grads_of(model, BATCHES[0], TRAINING)
     parts = grads_of(model, BATCHES[0], dataclasses.replace(TRAINING, accumulation=4))
     trees_close(whole, parts)
-    free = tiny_model(mlp="moe", balance_loss=0.0)
+    free = tiny_model(mlp="moe:balance_loss=0.0")
     without = grads_of(free, BATCHES[0], TRAINING)
     router, other = (found[1].stack.blocks.mlp.router.weight for found in (whole, without))
     assert np.abs(router - other).max() > 0.01 * np.abs(router).max()

@@ -16,11 +16,13 @@ from jaxtyping import TypeCheckError
 
 from gptlite import load_run
 from gptlite.cli import parse_sample, parse_train
-from gptlite.config import Config, ModelConfig, UserError, load_config, save_config
+from gptlite.config import CUSTOM, Config, ModelConfig, UserError
+from gptlite.custom import custom_options, custom_sources, load_custom, name_again
 from gptlite.files import write_json
 from gptlite.models.gpt import GPT
 from gptlite.nn import RMSNorm
-from gptlite.own import changed_sources, load_own, named_again, own_options, own_sources
+from gptlite.runs.saved_config import load_config, save_config
+from gptlite.runs.sources import changed_sources
 from gptlite.runs.weights import named_arrays, weights_to_bytes
 from gptlite.text.tokenizer import make_tokenizer
 
@@ -38,6 +40,16 @@ class Twice(eqx.Module):
 
     def __call__(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
         return 2 * x
+
+
+class Times(Twice):
+    def __init__(self, config, *, factor: float = 2.0, steps: int = 1, key):
+        self.factor = factor
+
+    factor: float = eqx.field(static=True)
+
+    def __call__(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
+        return self.factor * x
 
 
 Alias = Twice
@@ -61,7 +73,14 @@ def file(tmp_path, monkeypatch, request) -> Iterator[str]:
     name = f"blocks_{abs(hash(request.node.name))}"
     Path(f"{name}.py").write_text(SOURCE)
     yield f"{name}.py"
-    sys.modules.pop(name, None)
+    forget(name)
+
+
+def forget(module: str) -> None:
+    """As in a new process."""
+    sys.modules.pop(module, None)
+    for name in [name for name in CUSTOM if name.startswith(f"{module}.py:")]:
+        del CUSTOM[name]
 
 
 def config_with(**blocks) -> Config:
@@ -71,15 +90,50 @@ def config_with(**blocks) -> Config:
 def test_a_name_becomes_a_class_and_a_name_again(file, tmp_path):
     config = config_with(mlp=f"{file}:Twice")
     assert not Path("executed").exists()
-    loaded = load_own(config)
+    load_custom(config.model)
     assert Path("executed").exists()
-    assert own_options(loaded.model) == ["--model.mlp", f"{file}:Twice"]
-    save_config(loaded, tmp_path / "config.json")
+    assert custom_options(config.model) == ["--model.mlp", f"{file}:Twice"]
+    save_config(config, tmp_path / "config.json")
     assert load_config(tmp_path / "config.json") == config
-    model: Any = GPT(loaded.model, VOCAB, key=jax.random.key(0))
-    assert type(model.stack.blocks.mlp) is loaded.model.mlp
+    model: Any = GPT(config.model, VOCAB, key=jax.random.key(0))
+    assert type(model.stack.blocks.mlp).__name__ == "Twice"
     x = jnp.ones((2, 3))
     np.testing.assert_array_equal(model.stack.blocks.mlp(x), 2 * x)
+
+
+def test_a_block_has_options_of_its_own(file):
+    def scale(options):
+        config = config_with(mlp=f"{file}:Times{options}").model
+        load_custom(config)
+        return GPT(config, VOCAB, key=jax.random.key(0)).stack.blocks.mlp.factor  # pyright: ignore
+
+    assert (scale(""), scale(":factor=0.5"), scale(":steps=3:factor=1")) == (2.0, 0.5, 1.0)
+    for options, words in (
+        (":factro=1", "has no option factro: its options are factor, steps"),
+        (":steps=1.5", "steps in model.mlp must be int, got '1.5'"),
+        (":factor=x", "factor in model.mlp must be float, got 'x'"),
+    ):
+        with pytest.raises(UserError, match=words):
+            scale(options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"attention": "sliding:window=0"}, "window in model.attention must be at least 1 .*got 0"),
+        ({"mlp": "moe:experts_per_token=5"}, "experts_per_token .* at most 4, got 5"),
+        (
+            {"mlp": "moe:balance_loss=nan"},
+            "balance_loss in model.mlp must be .*, got nan",
+        ),
+        ({"mlp": "relu:n_experts=5"}, "model.mlp relu has no option n_experts: it has no options"),
+        ({"attention": "full:value_residual=2"}, "value_residual .* must be bool, got '2'"),
+    ],
+    ids=str,
+)
+def test_options_of_the_packages_blocks_are_checked(changes, words):
+    with pytest.raises(UserError, match=words):
+        GPT(config_with(**changes).model, VOCAB, key=jax.random.key(0))
 
 
 def test_a_class_will_do_in_python():
@@ -99,7 +153,8 @@ def test_a_class_will_do_in_python():
 
 
 def test_its_annotations_are_checked_like_the_packages(file):
-    block: Any = load_own(config_with(mlp=f"{file}:Halves")).model.mlp
+    load_custom(config_with(mlp=f"{file}:Halves").model)
+    block: Any = CUSTOM[f"{file}:Halves"]
     with pytest.raises(TypeCheckError, match="Halves"):
         block(TINY, key=None)(jnp.ones((2, 4)))
 
@@ -107,26 +162,26 @@ def test_its_annotations_are_checked_like_the_packages(file):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("{file}:Thrice", "no class Thrice in {file}: it has Twice, Halves, Wants"),
+        ("{file}:Thrice", "no class Thrice in {file}: it has Twice, Times, Halves, Wants"),
         ("missing.py:Twice", "no file missing.py"),
         (
             "broken.py:Twice",
             r"broken.py cannot be loaded: SyntaxError: .*\(--debug shows where\)",
         ),
         ("json.py:Twice", "a module json is loaded already; rename it"),
-        ("{file}:Alias", "Alias in {file} is another name for Twice of"),
+        ("{file}:Alias", "Alias in {file} is another name for {file}:Twice"),
     ],
 )
 def test_what_cannot_be_loaded_is_said(file, name, words):
     Path("broken.py").write_text("class Twice(:")
     Path("json.py").write_text(SOURCE)
     with pytest.raises(UserError, match=words.format(file=file)):
-        load_own(config_with(mlp=name.format(file=file)))
+        load_custom(config_with(mlp=name.format(file=file)).model)
 
 
 def test_a_class_with_another_signature_is_refused(file):
     with pytest.raises(UserError, match=r"must be built from \(config, \*, key\).*d_ff"):
-        load_own(config_with(attention=f"{file}:Wants"))
+        load_custom(config_with(attention=f"{file}:Wants").model)
     with pytest.raises(UserError, match="has not been loaded"):
         GPT(config_with(norm=f"{file}:Twice").model, VOCAB, key=jax.random.key(0))
 
@@ -134,27 +189,28 @@ def test_a_class_with_another_signature_is_refused(file):
 @pytest.fixture
 def run(file, tmp_path) -> Path:
     """A run that was made with `Twice`, and that has not been loaded in this process."""
-    path = tmp_path / "runs" / "own"
-    (path / "own").mkdir(parents=True)
-    config = load_own(config_with(mlp=f"{file}:Twice"))
+    path = tmp_path / "runs" / "mine"
+    (path / "custom").mkdir(parents=True)
+    config = config_with(mlp=f"{file}:Twice")
+    load_custom(config.model)
     tokenizer = make_tokenizer("byte", "")
     model = GPT(config.model, tokenizer.vocab_size, key=jax.random.key(0))
     save_config(config, path / "config.json")
-    (path / "own" / file).write_text(SOURCE)
+    (path / "custom" / file).write_text(SOURCE)
     write_json(path / "tokenizer.json", tokenizer.to_json())
     (path / "best.safetensors").write_bytes(weights_to_bytes(named_arrays(model), 1))
-    sys.modules.pop(file.removesuffix(".py"))
+    forget(file.removesuffix(".py"))
     Path("executed").unlink()
     return path
 
 
 def test_a_run_alone_executes_nothing(run, file):
-    with pytest.raises(UserError, match=f"made with Twice, .*: --model.mlp {file}:Twice"):
+    with pytest.raises(UserError, match=f"made with {file}:Twice, .*: --model.mlp {file}:Twice"):
         load_run(run)
     with pytest.raises(UserError, match=f"instead of {file}:Halves"):
-        load_run(run, own={"mlp": f"{file}:Halves"})
+        load_run(run, custom={"mlp": f"{file}:Halves"})
     with pytest.raises(UserError, match=r"made with model\.norm rms, got"):
-        load_run(run, own={"mlp": f"{file}:Twice", "norm": f"{file}:Twice"})
+        load_run(run, custom={"mlp": f"{file}:Twice", "norm": f"{file}:Twice"})
     for words in (["--resume", str(run)], ["--resume", str(run), "--model.mlp", "relu"]):
         with pytest.raises(UserError, match="only executed if you name it again"):
             parse_train(words)
@@ -163,23 +219,23 @@ def test_a_run_alone_executes_nothing(run, file):
 
 def test_a_run_is_loaded_with_the_file_that_is_named(run, file):
     arguments = parse_sample(["--run", str(run), "--model.mlp", f"{file}:Twice"])
-    loaded = load_run(run, own=arguments.own)
+    loaded = load_run(run, custom=arguments.custom)
     assert Path("executed").exists()
     model: Any = loaded.model
     assert type(model.stack.blocks.mlp).__name__ == "Twice"
-    assert load_run(run, own={"mlp": loaded.config.model.mlp}).config == loaded.config
+    assert load_run(run, custom={"mlp": loaded.config.model.mlp}).config == loaded.config
     resumed = parse_train(["--resume", str(run), f"--model.mlp={file}:Twice"])
     assert resumed.config == config_with(mlp=f"{file}:Twice")
 
 
 def test_a_file_that_has_changed_is_said(run, file):
     Path(file).write_text(SOURCE + "\n\nMORE = 1\n")
-    with pytest.warns(UserWarning, match=f"{file} is not as it was"):
-        loaded = load_run(run, own={"mlp": f"{file}:Twice"})
-    assert list(own_sources(loaded.config.model)) == [file]
+    with pytest.warns(UserWarning, match=f"{file} has changed since"):
+        loaded = load_run(run, custom={"mlp": f"{file}:Twice"})
+    assert list(custom_sources(loaded.config.model)) == [file]
     assert changed_sources(run / "nothing", loaded.config.model) == []
 
 
-def test_named_again_leaves_a_config_without_blocks_alone():
-    assert named_again(Config(), {}) == Config()
+def test_naming_again_leaves_a_config_without_blocks_alone():
+    assert name_again(Config(), {}) == Config()
     assert type(GPT(TINY, VOCAB, key=jax.random.key(0)).norm) is RMSNorm

@@ -1,0 +1,141 @@
+"""Custom blocks: blocks of a user's own, from a file outside the package.
+
+Where the config has a choice of blocks, it also takes `FILE.py:CLASS`, or in Python the class
+itself. A block is built as `CLASS(config, key=key)`, from the `ModelConfig`; its other keyword
+arguments are its options. To parse a config executes nothing: `load_custom` does, and nothing else.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import inspect
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from gptlite.config import (
+    CUSTOM,
+    VARIANT_FIELDS,
+    Config,
+    ModelConfig,
+    UserError,
+    Variant,
+    custom_name,
+    is_custom,
+    require,
+    split_variant,
+)
+
+
+def custom_blocks(config: ModelConfig) -> dict[str, str]:
+    """The custom blocks in `config`, with their options, by their field."""
+    fields = {field: str(getattr(config, field)) for field in VARIANT_FIELDS}
+    return {field: value for field, value in fields.items() if is_custom(split_variant(value)[0])}
+
+
+def custom_options(config: ModelConfig) -> list[str]:
+    """The words of a command line that name them."""
+    named = custom_blocks(config).items()
+    return [word for field, value in named for word in (f"--model.{field}", value)]
+
+
+def load_custom(config: ModelConfig) -> None:
+    """Load the custom blocks in `config`, so that a model can be built from it. Executes the files
+    that they are in.
+
+    **Raises:** `UserError` if a file cannot be executed or has no such class, or a class is not
+    built from `(config, *, key)`.
+    """
+    for value in custom_blocks(config).values():
+        name, _ = split_variant(value)
+        block = CUSTOM[name] if name in CUSTOM else load_class(name)
+        try:
+            inspect.signature(block).bind(config, key=None)
+        except TypeError as error:
+            raise UserError(
+                f"{name} must be built from (config, *, key), with a ModelConfig: {error}."
+            ) from error
+        CUSTOM[name] = block
+
+
+def name_again(config: Config, names: Mapping[str, Variant]) -> Config:
+    """`config`, as it was read from a run, with its custom blocks as they are named in `names`. (A
+    run may come from a stranger: only the user says which code is executed.)
+
+    **Raises:** `UserError` if a block of the run is not named, or another one is.
+    """
+    given = dataclasses.replace(config.model, **names)
+    made_with, named = custom_blocks(config.model), {}
+    for field, value in made_with.items():
+        again = str(getattr(given, field)) if field in names else ""
+        name, options = split_variant(again)
+        old_name, old_options = split_variant(value)
+        # The file may be elsewhere, and the options need not be repeated.
+        same_class = name.rpartition(":")[2] == old_name.rpartition(":")[2]
+        if not again or not same_class or (options and options != old_options):
+            but = f" instead of {again}" if again else ""
+            raise UserError(
+                f"The run was made with {value}, which is not gptlite's own code and is only "
+                f"executed if you name it again: {shlex.join(custom_options(config.model))}{but}."
+            )
+        named[field] = name + value.removeprefix(old_name)
+    for field in names.keys() - made_with.keys():
+        raise UserError(
+            f"The run was made with model.{field} {getattr(config.model, field)}, got "
+            f"{getattr(given, field)}."
+        )
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, **named))
+
+
+def custom_sources(config: ModelConfig) -> dict[str, bytes]:
+    """The files that the custom blocks of `config`, loaded, are in, by name."""
+    found = {}
+    for value in custom_blocks(config).values():
+        with contextlib.suppress(TypeError, OSError):  # typed at a prompt: there is no file
+            file = Path(inspect.getfile(CUSTOM[split_variant(value)[0]]))
+            found[file.name] = file.read_bytes()
+    return found
+
+
+def load_class(name: str) -> type:
+    """The class `FILE.py:CLASS`. Executes the file.
+
+    **Raises:** `UserError` if that fails, or there is no such class.
+    """
+    import jaxtyping
+
+    file, _, cls = name.rpartition(":")
+    path = Path(file).resolve()
+    require(path.is_file(), f"There is no file {file}, of which {cls} was to be taken.")
+    stem = path.stem
+    module = sys.modules.get(stem)
+    if module is None:
+        sys.path.insert(0, str(path.parent))
+        try:
+            # Its annotations are checked as the package's are.
+            with jaxtyping.install_import_hook(stem, "gptlite.typecheck.typechecker"):
+                module = importlib.import_module(stem)
+        except Exception as error:
+            sys.modules.pop(stem, None)
+            what = f"{type(error).__name__}: {error}"
+            raise UserError(f"{file} cannot be loaded: {what} (--debug shows where).") from error
+        finally:
+            sys.path.remove(str(path.parent))
+    if getattr(module, "__file__", None) != str(path):
+        raise UserError(f"{file} cannot be loaded: a module {stem} is loaded already; rename it.")
+    found = getattr(module, cls, None)
+    if not isinstance(found, type):
+        classes = [
+            n
+            for n, v in vars(module).items()
+            if inspect.isclass(v) and (v.__module__, v.__qualname__) == (stem, n)
+        ]
+        has = f"it has {', '.join(classes)}" if classes else "it has none"
+        raise UserError(f"There is no class {cls} in {file}: {has}.")
+    if (found.__module__, found.__qualname__) != (stem, cls):
+        raise UserError(
+            f"{cls} in {file} is another name for {custom_name(found)}: name a class where it is "
+            "defined, at the top of its file."
+        )
+    return found
