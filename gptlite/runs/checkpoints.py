@@ -52,7 +52,10 @@ class Checkpoints:
     """The checkpoints of a run."""
 
     def __init__(
-        self, folder: Path, keep: int | None = None, before_commit: Callable[[], None] = lambda: None
+        self,
+        folder: Path,
+        keep: int | None = None,
+        before_commit: Callable[[], None] = lambda: None,
     ):
         """**Arguments:**
 

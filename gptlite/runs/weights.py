@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any, TypeVar
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np

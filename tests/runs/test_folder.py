@@ -20,12 +20,12 @@ from conftest import TEXT, TINY
 from soak.kill_loop import metrics as lines
 
 from gptlite.config import Config, TrainingConfig, UserError
-from gptlite.runs.saved_config import load_config
 from gptlite.models.gpt import GPT
 from gptlite.runs import folder
 from gptlite.runs.checkpoints import Checkpoints, list_steps
 from gptlite.runs.folder import Checkpoint, RunFolder
 from gptlite.runs.load import load_run
+from gptlite.runs.saved_config import load_config
 from gptlite.runs.weights import named_arrays, weights_to_bytes
 from gptlite.sharding import make_mesh
 from gptlite.text.batches import Batches

@@ -15,11 +15,11 @@ import safetensors.numpy
 from conftest import TEXT, TINY
 
 from gptlite.config import Config, UserError
-from gptlite.runs.saved_config import load_config, save_config
 from gptlite.files import write_json
 from gptlite.models.gpt import GPT
 from gptlite.runs.find import newest_run
 from gptlite.runs.load import load_run
+from gptlite.runs.saved_config import load_config, save_config
 from gptlite.runs.weights import load_weights, named_arrays, weights_step, weights_to_bytes
 from gptlite.text.tokenizer import make_tokenizer
 
