@@ -22,11 +22,11 @@ def compare(arguments: CompareArguments, variants: dict[str, Config]) -> None:
     from filelock import FileLock, Timeout
     from tqdm import tqdm
 
-    from gptlite.comparison.report import draw, table, to_csv
-    from gptlite.comparison.study import Study
     from gptlite.config import UserError
     from gptlite.custom import custom_options, load_custom
     from gptlite.files import write_atomically
+    from gptlite.research.report import draw, table, to_csv
+    from gptlite.research.study import Study
     from gptlite.runtime import set_up_jax
     from gptlite.text.corpus import load_corpus
     from gptlite.text.tokenizer import make_tokenizer

@@ -16,10 +16,7 @@ from gptlite import typecheck as typecheck
 
 # gptlite.config is left out: it speaks in sentences of its own, and must import at once.
 _jaxtyping.install_import_hook(
-    [
-        f"gptlite.{room}"
-        for room in ("text", "nn", "models", "training", "generation", "comparison")
-    ],
+    [f"gptlite.{room}" for room in ("text", "nn", "models", "training", "generation", "research")],
     "gptlite.typecheck.typechecker",
 )
 

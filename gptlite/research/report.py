@@ -1,14 +1,15 @@
-"""What came of a comparison: a table as text and as CSV, and a picture."""
+"""The results of a comparison: a table as text and as CSV, and a picture."""
 
-import csv
 import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from gptlite.comparison.statistics import Estimate, Verdict, estimate, judge
-from gptlite.comparison.study import Result
+import pandas as pd
+
 from gptlite.files import write_atomically
+from gptlite.research.statistics import Estimate, Verdict, estimate, judge
+from gptlite.research.study import Result
 
 
 def verdicts(results: Sequence[Result]) -> dict[str, Verdict]:
@@ -21,42 +22,26 @@ def table(results: Sequence[Result]) -> str:
     """The table as text."""
     judged = verdicts(results)
     rows = [
-        (
-            "variant",
-            "validation loss",
-            "minus base",
-            "p",
-            "steps",
-            "s a seed",
-            "parameters",
-            "FLOPs a token",
-            "",
-        )
+        {
+            "validation loss": _with_margin(estimate(result.losses)),
+            "minus base": "" if verdict is None else _with_margin(verdict.difference, "+"),
+            "p": "" if verdict is None else _p(verdict.adjusted_p),
+            "steps": result.steps,
+            "s a seed": f"{result.seconds:.1f}",
+            "parameters": f"{result.parameters:,}",
+            "FLOPs a token": f"{result.flops_per_token:,}",
+            "": "" if verdict is None else verdict.words,
+        }
+        for result in results
+        for verdict in [judged.get(result.name)]
     ]
-    for result in results:
-        verdict = judged.get(result.name)
-        rows.append(
-            (
-                result.name,
-                _with_margin(estimate(result.losses)),
-                "" if verdict is None else _with_margin(verdict.difference, "+"),
-                "" if verdict is None else _p(verdict.adjusted_p),
-                str(result.steps),
-                f"{result.seconds:.1f}",
-                f"{result.parameters:,}",
-                f"{result.flops_per_token:,}",
-                "" if verdict is None else verdict.words,
-            )
-        )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        # Numbers to the right, words to the left.
-        cells = [
-            cell.ljust(width) if i in (0, len(row) - 1) else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
+    names = [result.name for result in results]
+    frame = pd.DataFrame(
+        rows, index=pd.Index([f"{name:<{max(map(len, names))}}" for name in names])
+    )
+    words = max(len(row[""]) for row in rows)
+    lines = frame.to_string(formatters={"": f"{{:<{words}}}".format}).splitlines()
+    lines = [line.rstrip() for line in lines]
     lines.insert(1, "-" * max(map(len, lines)))
     seeds = len(results[0].curves)
     note = (
@@ -70,34 +55,34 @@ def table(results: Sequence[Result]) -> str:
 def to_csv(results: Sequence[Result]) -> str:
     """The table as CSV, with each seed's loss."""
     judged = verdicts(results)
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    seeds = list(results[0].curves)
-    writer.writerow(
-        [
-            *["variant", "steps", "parameters", "training_flops_per_token", "seconds_per_seed"],
-            *["val_loss", "val_loss_margin", "difference", "difference_margin"],
-            *["p", "adjusted_p", "verdict"],
-            *[f"val_loss_seed_{seed}" for seed in seeds],
-        ]
-    )
+    rows = []
     for result in results:
         mean, verdict = estimate(result.losses), judged.get(result.name)
-        against_base: list[float | str] = [""] * 5
+        row = {
+            "variant": result.name,
+            "steps": result.steps,
+            "parameters": result.parameters,
+            "training_flops_per_token": result.flops_per_token,
+            "seconds_per_seed": result.seconds,
+            "val_loss": mean.mean,
+            "val_loss_margin": mean.margin,
+        }
         if verdict is not None:
-            difference = verdict.difference
-            against_base = [difference.mean, difference.margin, verdict.p, verdict.adjusted_p]
-            against_base.append(verdict.words)
-        costs = [result.steps, result.parameters, result.flops_per_token, result.seconds]
-        writer.writerow(
-            [result.name, *costs, mean.mean, mean.margin, *against_base, *result.losses]
-        )
-    return out.getvalue()
+            row |= {
+                "difference": verdict.difference.mean,
+                "difference_margin": verdict.difference.margin,
+                "p": verdict.p,
+                "adjusted_p": verdict.adjusted_p,
+                "verdict": verdict.words,
+            }
+        losses = zip(result.curves, result.losses, strict=True)
+        rows.append(row | {f"val_loss_seed_{seed}": loss for seed, loss in losses})
+    return pd.DataFrame(rows).to_csv(index=False, lineterminator="\n")
 
 
 def draw(results: Sequence[Result], picture: Path) -> None:
-    """On the left the validation losses on the way, on the right the differences to the base at
-    the end, both as means with their 95 % intervals."""
+    """Left: the validation losses during training. Right: the differences to the base at the end.
+    Both are means with their 95 % intervals."""
     # Here, because it takes a second to import; and not pyplot, which picks a window system.
     from matplotlib.figure import Figure
 

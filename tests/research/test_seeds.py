@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from conftest import TEXT, TINY
 
-from gptlite.comparison.seeds import fit_seeds
 from gptlite.config import Config, TrainingConfig
 from gptlite.models.gpt import GPT
+from gptlite.research.seeds import fit_seeds
 from gptlite.sharding import make_mesh
 from gptlite.text.batches import Batches
 from gptlite.text.corpus import text_corpus

@@ -7,11 +7,11 @@ import pytest
 from conftest import TEXT, TINY, refusal
 
 from gptlite.cli import parse_compare
-from gptlite.comparison import study as study_module
-from gptlite.comparison.report import draw, table, to_csv
-from gptlite.comparison.seeds import SeedsProgress
-from gptlite.comparison.study import Study
 from gptlite.config import Config, OptimizerConfig, TrainingConfig, UserError
+from gptlite.research import study as study_module
+from gptlite.research.report import draw, table, to_csv
+from gptlite.research.seeds import SeedsProgress
+from gptlite.research.study import Study
 from gptlite.text.corpus import text_corpus
 from gptlite.text.tokenizer import make_tokenizer
 from gptlite.text.tokens import split_corpus

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from gptlite.comparison.statistics import estimate, judge
+from gptlite.research.statistics import estimate, judge
 
 
 def test_the_interval_is_students():

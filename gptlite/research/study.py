@@ -16,12 +16,12 @@ import equinox as eqx
 import jax
 from jaxtyping import PRNGKeyArray
 
-from gptlite.comparison.seeds import SeedsProgress, fit_seeds
 from gptlite.config import Config, UserError
 from gptlite.custom import custom_sources
 from gptlite.files import read_json, write_json
 from gptlite.models.gpt import GPT
 from gptlite.models.summary import activation_bytes, count_parameters, flops_per_token
+from gptlite.research.seeds import SeedsProgress, fit_seeds
 from gptlite.text.tokenizer import Tokenizer
 from gptlite.text.tokens import Split
 
