@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn
 
 import tyro
 
@@ -21,7 +21,6 @@ from gptlite.runs.saved_config import RESUMABLE, load_config, require_resumable
 DEFAULT_PRESET = "quick"
 # Stands for a run's custom block that is yet to be named again.
 NOT_NAMED = "FILE.py:CLASS"
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
