@@ -20,13 +20,14 @@ def main() -> None:
 def compare(arguments: CompareArguments, variants: dict[str, Config]) -> None:
     # Imported here, because --help should not wait for JAX.
     from filelock import FileLock, Timeout
-    from tqdm import tqdm
 
     from gptlite.config import UserError
     from gptlite.custom import custom_options, load_custom
     from gptlite.files import write_atomically
-    from gptlite.research.report import draw, table, to_csv
-    from gptlite.research.study import Study
+    from gptlite.progress import log, progress_bar
+    from gptlite.research import plots
+    from gptlite.research.comparison import Comparison
+    from gptlite.research.report import table, to_csv
     from gptlite.runtime import set_up_jax
     from gptlite.text.corpus import load_corpus
     from gptlite.text.tokenizer import make_tokenizer
@@ -44,7 +45,7 @@ def compare(arguments: CompareArguments, variants: dict[str, Config]) -> None:
         load_custom(config.model)
     for custom in {shlex.join(custom_options(config.model)): None for config in variants.values()}:
         if custom:
-            print(f"with code that is not gptlite's: {custom}")
+            log(f"with code that is not gptlite's: {custom}")
 
     folder = FOLDER / arguments.name
     try:
@@ -56,38 +57,34 @@ def compare(arguments: CompareArguments, variants: dict[str, Config]) -> None:
         raise UserError(f"{folder} cannot be written: {error.strerror}.") from error
     with lock:
         base = next(iter(variants.values()))
-        study = Study(folder, base, arguments.equal, tokenizer, split, corpus.sha256)
+        comparison = Comparison(folder, base, arguments.equal, tokenizer, split, corpus.sha256)
         # What can be wrong with a variant is found before the first one is trained.
-        trained = {name: study.trained(name, config, seeds) for name, config in variants.items()}
+        trained = {
+            name: comparison.trained(name, config, seeds) for name, config in variants.items()
+        }
         left = len(variants) * len(seeds) - sum(map(len, trained.values()))
-        print(f"{len(variants)} variants of {len(seeds)} seeds, {left} runs to train", flush=True)
+        log(f"{len(variants)} variants of {len(seeds)} seeds, {left} runs to train")
         start, done, results = time.perf_counter(), 0, []
         for name, config in variants.items():
-            with tqdm(
-                desc=name,
-                unit="step",
-                leave=False,
-                file=sys.stdout,
-                disable=not sys.stdout.isatty(),
-            ) as bar:
-                for progress in study.train(name, config, seeds, arguments.seeds_at_once):
+            with progress_bar(name, unit="step") as bar:
+                for progress in comparison.train(name, config, seeds, arguments.seeds_at_once):
                     bar.total, bar.n = progress.steps, progress.step
                     bar.refresh()
                     if progress.val_losses is not None:
                         where = f"{name}: step {progress.step}/{progress.steps}"
                         losses = " ".join(f"{loss:.4f}" for loss in progress.val_losses)
-                        tqdm.write(f"{where}  validation losses {losses}", file=sys.stdout)
-            results.append(study.result(name, config, seeds))
+                        log(f"{where}  validation losses {losses}")
+            results.append(comparison.result(name, config, seeds))
             now = len(seeds) - len(trained[name])
             done, left = done + now, left - now
             if now and left:
                 minutes = (time.perf_counter() - start) / done * left / 60
-                print(f"{left} runs left, about {minutes:.0f} minutes", flush=True)
+                log(f"{left} runs left, about {minutes:.0f} minutes")
         write_atomically(folder / "table.csv", to_csv(results))
         shown = table(results)
         write_atomically(folder / "table.txt", shown + "\n")
-        draw(results, folder / "comparison.png")
-    print(f"\n{shown}\n\ntable.txt, table.csv and comparison.png are in {folder}")
+        plots.comparison(results).savefig(folder / "comparison.png")
+    log(f"\n{shown}\n\ntable.txt, table.csv and comparison.png are in {folder}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Generate text with a trained model: `python sample.py --prompt "ROMEO:"`."""
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -24,12 +25,8 @@ def sample(arguments: SampleArguments) -> None:
     from gptlite.runtime import set_up_jax
 
     set_up_jax()
-    run = load_run(
-        find_run(arguments.run),
-        arguments.weights,
-        custom=arguments.custom,
-        say=lambda sentence: print(sentence, file=sys.stderr),
-    )
+    with contextlib.redirect_stdout(sys.stderr):  # standard output is for the generated text
+        run = load_run(find_run(arguments.run), arguments.weights, custom=arguments.custom)
     prompt = read_prompt(arguments)
     if not prompt:
         raise UserError("The prompt is empty: give at least one character to go on from.")

@@ -1,6 +1,6 @@
 """Train a language model: `python train.py [PRESET] [--section.field value ...]`.
 
-The story of a run: text, tokens, model, training, and what is kept of it.
+Text, tokens, model, training, and the run folder.
 """
 
 import dataclasses
@@ -27,12 +27,14 @@ def train(arguments: TrainArguments) -> None:
     from gptlite.config import SamplingConfig
     from gptlite.custom import custom_options, load_custom
     from gptlite.generation.generate import generate
-    from gptlite.models.gpt import GPT
+    from gptlite.models.gpt import make_model
     from gptlite.models.summary import count_parameters, summary
+    from gptlite.progress import log
+    from gptlite.research import plots
+    from gptlite.runs.display import Display
     from gptlite.runs.find import check_free, find_run, new_run
     from gptlite.runs.folder import RunFolder
-    from gptlite.runs.load import load_corpus_again, load_tokenizer
-    from gptlite.runs.report import Display, plot_losses
+    from gptlite.runs.load import load_tokenizer
     from gptlite.runs.stop import Stop
     from gptlite.runtime import set_up_jax
     from gptlite.sharding import keep_placed, make_mesh, skeleton
@@ -64,38 +66,31 @@ def train(arguments: TrainArguments) -> None:
             run.open()
 
         # Text to tokens.
-        name = arguments.config.data.corpus
-        corpus = load_corpus_again(name) if resuming else load_corpus(name)
+        corpus = load_corpus(arguments.config.data.corpus)
         data = dataclasses.replace(arguments.config.data, corpus=corpus.name)  # not `auto`
         config = dataclasses.replace(arguments.config, data=data)
-        load_custom(config.model)
         if resuming:
             tokenizer = load_tokenizer(path)
         else:
             tokenizer = make_tokenizer(config.data.tokenizer, corpus.alphabet)
         split = split_corpus(corpus, tokenizer, config.data.validation_tokens)
-        print(
-            f"{corpus.name}: {len(split.train):,} tokens to train on, {len(split.validation):,} "
-            f"to validate on, vocabulary {tokenizer.vocab_size:,}",
-            flush=True,
+        log(
+            f"{corpus.name}: {len(split.train):,} training tokens, {len(split.validation):,} "
+            f"validation tokens, vocabulary {tokenizer.vocab_size:,}"
         )
 
         # The model.
+        load_custom(config.model)
         model_key, sample_key = jax.random.split(jax.random.key(training.seed))
-
-        def make_model(key):
-            rows = tokenizer.padded_vocab_size
-            return GPT(config.model, tokenizer.vocab_size, padded_vocab_size=rows, key=key)
-
         if arguments.summary:
-            shapes = eqx.filter_eval_shape(make_model, model_key)
+            shapes = eqx.filter_eval_shape(make_model, config.model, tokenizer, key=model_key)
             print(summary(shapes, batch_size=training.batch_size // training.accumulation))
             return
-        # Run once: at the lowest level it is compiled in half the time.
-        once = {"xla_backend_optimization_level": 0}
+        # The program runs once, and at the lowest level it compiles in half the time.
         # (Equinox's annotations leave out what it hands on to jax.jit.)
         draw = eqx.filter_jit(  # pyright: ignore[reportCallIssue]
-            lambda key: keep_placed(make_model(key)), compiler_options=once
+            lambda key: keep_placed(make_model(config.model, tokenizer, key=key)),
+            compiler_options={"xla_backend_optimization_level": 0},
         )
         mesh = make_mesh(fsdp=mesh_config.fsdp, tensor=tensor)
         with jax.set_mesh(mesh):
@@ -113,27 +108,25 @@ def train(arguments: TrainArguments) -> None:
             state = skeleton(state)
             checkpoint = run.find_checkpoint(state, config, corpus.sha256)
             state, start_at = checkpoint.state, checkpoint.record.position
-        print(
+        log(
             f"{parameters:,} parameters on {mesh.size} {mesh.devices.flat[0].platform} device(s); "
-            f"run folder {path}" + (f", from step {start_at.step}" if start_at else ""),
-            flush=True,
+            f"run folder {path}" + (f", from step {start_at.step}" if start_at else "")
         )
         custom = custom_options(config.model)
         if custom:
-            print(f"with code that is not gptlite's: {shlex.join(custom)}", flush=True)
+            log(f"with code that is not gptlite's: {shlex.join(custom)}")
 
-        # Training. `fit` compiles before the folder is touched: what cannot be trained leaves
-        # nothing there, and replaces nothing.
+        # Training. `fit` compiles first, so that a model that cannot be trained changes no files.
         fitting = fit(state, train_steps, batches, start=start_at)
         if checkpoint is None:
             run.create(config, tokenizer, corpus.sha256, overwrite=arguments.overwrite)
         else:
             run.resume(checkpoint, config)
-        del state, checkpoint  # what only they hold would fill memory
+        del state, checkpoint  # frees their arrays
         stop = Stop()
         with stop, run.being_trained(tokenizer), Display(training.steps, run.steps_done) as display:
             for progress in fitting:
-                stopping = stop.requested  # asked once, so that no stop goes without a save
+                stopping = stop.requested  # read once, so that every stop is saved
                 val_loss = evaluate.checked(progress) if progress.evaluation_due else None
                 if progress.ends_line:
                     run.log(progress, val_loss)
@@ -150,12 +143,12 @@ def train(arguments: TrainArguments) -> None:
                 if stopping:
                     break
         if run.steps_done < training.steps:
-            print(f"stopped at step {run.steps_done} of {training.steps}. {run.resume_hint()}")
+            log(f"stopped at step {run.steps_done} of {training.steps}. {run.resume_hint()}")
             sys.exit(stop.exit_code)
 
-        # What came of it.
+        # The result.
         last = run.last
-        best_val_loss = (run.best or last)["val_loss"]
+        best_val_loss = run.best.val_loss if run.best else last["val_loss"]
         seconds = run.seconds + setting_up
         run.save_result(
             {
@@ -175,15 +168,15 @@ def train(arguments: TrainArguments) -> None:
             }
         )
         try:
-            plot_losses(path / "metrics.jsonl", path / "loss.png")
+            plots.losses(run.metrics()).savefig(path / "loss.png")
         except OSError as error:
-            print(f"the curves could not be drawn: {error}")
-    # A prompt of characters that the tokenizer knows, for the command to type next.
+            log(f"the curves could not be drawn: {error}")
+    # A prompt of characters that the tokenizer knows, for the suggested command.
     beginning = next(piece for piece in corpus.pieces() if piece)
     first_word = (beginning.split() or [beginning])[0]
     prompt = "ROMEO:" if corpus.name == "shakespeare" else first_word[:8]
     command = ["python", "sample.py", "--run", str(path), *custom, f"--prompt={prompt}"]
-    print(
+    log(
         f"best validation loss {best_val_loss:.4f} nats a token "
         f"({bits_per_byte(best_val_loss, split):.4f} bits per byte) "
         f"after {seconds:.0f} s\n"

@@ -41,7 +41,7 @@ def encode(path: Path, kind: str, folder: Path) -> dict[str, float]:
     corpus = load_corpus(str(path))
     tokenizer = make_tokenizer(kind, corpus.alphabet)
     surveyed = time.perf_counter()
-    split_corpus(corpus, tokenizer, folder=folder, say=lambda _: None)
+    split_corpus(corpus, tokenizer, folder=folder)
     end = time.perf_counter()
     done.set()
     megabytes = path.stat().st_size / 1e6
@@ -71,9 +71,9 @@ def train(name: str, folder: Path) -> Round:
     from gptlite.training.fit import fit
     from gptlite.training.step import TrainSteps
 
-    corpus = load_corpus(name, say=lambda _: None)
+    corpus = load_corpus(name)
     tokenizer = make_tokenizer("char", corpus.alphabet)
-    split = split_corpus(corpus, tokenizer, folder=folder, say=lambda _: None)
+    split = split_corpus(corpus, tokenizer, folder=folder)
     config = PRESETS["quick"][1].model
     training = TrainingConfig(steps=10**6, eval_every=10**6, steps_per_dispatch=20)
     model = GPT(config, tokenizer.vocab_size, key=jax.random.key(0))

@@ -101,7 +101,7 @@ def main(
     held_out, _ = split_windows(ids[count:], config.context_length)
     require(len(held_out) > 1, f"{corpus} is too short: nothing is left to validate on.")
 
-    def look(model):
+    def evaluate(model):
         losses, _ = eqx.filter_jit(window_losses)(model, jnp.asarray(held_out[:-1]))
         return f"validation loss {losses.mean():.4f} nats a word"
 
@@ -125,7 +125,7 @@ def main(
             OptimizerConfig(),
             training,
             trainable=trainable,
-            look=look,
+            evaluate=evaluate,
         )
     print(f"{time.perf_counter() - began:.0f} s")
 

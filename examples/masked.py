@@ -163,12 +163,14 @@ def main(steps: int = 1000, seed: int = 0, corpus: str = "shakespeare") -> None:
     def guesses(model, ids):
         return in_parts(lambda ids: jnp.argmax(model(ids), axis=-1), ids)
 
-    def look(model):
+    def evaluate(model):
         found, targets = guesses(model, jnp.asarray(asked["ids"])), asked["targets"]
         right = np.asarray(found)[targets >= 0] == targets[targets >= 0]
         return f"of masked characters in unseen speeches right: {right.mean():.1%}"
 
-    model = train(model, losses, batch, OptimizerConfig(), training, counts=counts, look=look)
+    model = train(
+        model, losses, batch, OptimizerConfig(), training, counts=counts, evaluate=evaluate
+    )
 
     @eqx.filter_jit
     def summed(encoder, ids):

@@ -16,7 +16,7 @@ import tyro
 
 from gptlite.cli import errors_as_sentences
 from gptlite.config import ModelConfig, OptimizerConfig, TrainingConfig
-from gptlite.generation.translate import greedy_search
+from gptlite.generation.beam_search import beam_search
 from gptlite.models.seq2seq import Seq2Seq, shift_right
 from gptlite.models.summary import count_parameters
 from gptlite.runtime import set_up_jax
@@ -84,19 +84,19 @@ def main(steps: int = 2000, seed: int = 0) -> None:
     model = Seq2Seq(config, 10, END + 1, key=jax.random.key(seed))
     print(f"{count_parameters(model):,} parameters")
 
-    def look(model):
-        found = greedy_search(model, jnp.asarray(unseen), start=START, end=END).ids
+    def evaluate(model):
+        found = beam_search(model, jnp.asarray(unseen), beam=1, start=START, end=END).ids
         right = np.mean(np.all(np.asarray(found) == with_end(answer(unseen)), axis=1))
         return f"exactly right of {UNSEEN:,} unseen sequences: {right:.2%}"
 
-    model = train(model, losses, batch, OptimizerConfig(), training, look=look)
+    model = train(model, losses, batch, OptimizerConfig(), training, evaluate=evaluate)
     print(f"{time.perf_counter() - began:.0f} s")
     shown = np.array([[0, 1, 5, 9, 0, 3, 5, 2, 5, 7]])
-    found = np.asarray(greedy_search(model, jnp.asarray(shown), start=START, end=END).ids[0])
+    found = beam_search(model, jnp.asarray(shown), beam=1, start=START, end=END).ids[0]
     print(
         " ".join(map(str, shown[0])),
         "->",
-        " ".join("X" if i == X else str(i) for i in found[:DIGITS]),
+        " ".join("X" if i == X else str(i) for i in found[:DIGITS].tolist()),
     )
 
 

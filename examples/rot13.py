@@ -21,7 +21,7 @@ import tyro
 
 from gptlite.cli import errors_as_sentences
 from gptlite.config import OptimizerConfig, TrainingConfig, require
-from gptlite.generation.translate import beam_search, greedy_search
+from gptlite.generation.beam_search import beam_search
 from gptlite.models.seq2seq import Seq2Seq, shift_right
 from gptlite.models.summary import count_parameters
 from gptlite.presets import VASWANI
@@ -123,18 +123,18 @@ def main(steps: int = 2000, seed: int = 0, corpus: str = "auto") -> None:
         name="adamw", learning_rate=3e-3, schedule="noam", warmup_fraction=0.04, beta2=0.98
     )
 
-    def right(model, search=greedy_search, **options):
-        asked = jnp.asarray(ids_of(unseen))
-        found = search(
-            model, asked, source_lengths=lengths_of(asked), start=START, end=END, **options
+    def right(model, beam):
+        source = jnp.asarray(ids_of(unseen))
+        found = beam_search(
+            model, source, beam=beam, source_lengths=lengths_of(source), start=START, end=END
         )
         return np.mean([a == b for a, b in zip(words_of(found.ids), rot13(unseen), strict=True)])
 
-    def look(model):
-        return f"exactly right of {UNSEEN:,} unseen words: {right(model):.1%}"
+    def evaluate(model):
+        return f"exactly right of {UNSEEN:,} unseen words: {right(model, beam=1):.1%}"
 
-    model = train(model, losses, batch, optimizer, training, counts=counts, look=look)
-    print(f"with a beam of 4: {right(model, beam_search, beam=4):.1%}")
+    model = train(model, losses, batch, optimizer, training, counts=counts, evaluate=evaluate)
+    print(f"with a beam of 4: {right(model, beam=4):.1%}")
     print(f"{time.perf_counter() - began:.0f} s")
 
 

@@ -21,9 +21,8 @@ from gptlite.custom import custom_options, custom_sources, load_custom, name_aga
 from gptlite.files import write_json
 from gptlite.models.gpt import GPT
 from gptlite.nn import RMSNorm
-from gptlite.runs.saved_config import load_config, save_config
-from gptlite.runs.sources import changed_sources
-from gptlite.runs.weights import named_arrays, weights_to_bytes
+from gptlite.runs.saved_config import changed_sources, load_config, save_config
+from gptlite.runs.weights import Evaluated, named_arrays, save_weights
 from gptlite.text.tokenizer import make_tokenizer
 
 SOURCE = """
@@ -198,7 +197,7 @@ def run(file, tmp_path) -> Path:
     save_config(config, path / "config.json")
     (path / "custom" / file).write_text(SOURCE)
     write_json(path / "tokenizer.json", tokenizer.to_json())
-    (path / "best.safetensors").write_bytes(weights_to_bytes(named_arrays(model), 1))
+    save_weights(path / "best.safetensors", named_arrays(model), Evaluated(1, 2.0))
     forget(file.removesuffix(".py"))
     Path("executed").unlink()
     return path
@@ -228,10 +227,10 @@ def test_a_run_is_loaded_with_the_file_that_is_named(run, file):
     assert resumed.config == config_with(mlp=f"{file}:Twice")
 
 
-def test_a_file_that_has_changed_is_said(run, file):
+def test_a_file_that_has_changed_is_said(run, file, capsys):
     Path(file).write_text(SOURCE + "\n\nMORE = 1\n")
-    with pytest.warns(UserWarning, match=f"{file} has changed since"):
-        loaded = load_run(run, custom={"mlp": f"{file}:Twice"})
+    loaded = load_run(run, custom={"mlp": f"{file}:Twice"})
+    assert f"{file} has changed since" in capsys.readouterr().out
     assert list(custom_sources(loaded.config.model)) == [file]
     assert changed_sources(run / "nothing", loaded.config.model) == []
 

@@ -16,6 +16,13 @@ from gptlite.nn.context import WHOLE_SEQUENCE, Context, Rows
 from gptlite.nn.linear import Linear, project
 from gptlite.nn.stack import Layers, Stack
 from gptlite.sharding import constrain, gathered
+from gptlite.text.tokenizer import Tokenizer
+
+
+def make_model(config: ModelConfig, tokenizer: Tokenizer, *, key: PRNGKeyArray) -> "GPT":
+    """A `GPT` for the ids of `tokenizer`."""
+    rows = tokenizer.padded_vocab_size
+    return GPT(config, tokenizer.vocab_size, padded_vocab_size=rows, key=key)
 
 
 class GPT(Transformer):

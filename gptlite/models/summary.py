@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jaxtyping import PyTree
 
+from gptlite.models.attention_maps import watched
 from gptlite.models.gpt import GPT
 from gptlite.models.seq2seq import Seq2Seq
-from gptlite.models.watch import watched
 from gptlite.sharding import path_name
 
 

@@ -1,14 +1,7 @@
-"""The blocks, each from `[*batch, seq, d_model]` to the same shape, knowing no neighbour."""
+"""The blocks. Each maps `[*batch, seq, d_model]` to the same shape and knows no other block."""
 
 from gptlite.nn.attention import Attention, CrossAttention, Heads, Memory, ValueResidual
-from gptlite.nn.block import (
-    Block,
-    BlockCache,
-    ParallelBlock,
-    PostNorm,
-    PreNorm,
-    SandwichNorm,
-)
+from gptlite.nn.block import Block, BlockCache, ParallelBlock, PostNorm, PreNorm, SandwichNorm
 from gptlite.nn.cache import Cache, KVCache
 from gptlite.nn.context import WHOLE_SEQUENCE, Context
 from gptlite.nn.dot_product import attend, causal_mask
@@ -18,39 +11,3 @@ from gptlite.nn.mlp import MLP, GatedMLP, MoE
 from gptlite.nn.norms import DyT, LayerNorm, RMSNorm
 from gptlite.nn.positions import ALiBi, Learned, NoPositions, RelativeBias, Rotary, Sinusoidal
 from gptlite.nn.stack import Layers, Stack
-
-__all__ = [
-    "MLP",
-    "WHOLE_SEQUENCE",
-    "ALiBi",
-    "Attention",
-    "Block",
-    "BlockCache",
-    "Cache",
-    "Context",
-    "CrossAttention",
-    "DyT",
-    "Embedding",
-    "GatedMLP",
-    "Heads",
-    "KVCache",
-    "LayerNorm",
-    "Layers",
-    "Learned",
-    "Linear",
-    "Memory",
-    "MoE",
-    "NoPositions",
-    "ParallelBlock",
-    "PostNorm",
-    "PreNorm",
-    "RMSNorm",
-    "RelativeBias",
-    "Rotary",
-    "SandwichNorm",
-    "Sinusoidal",
-    "Stack",
-    "ValueResidual",
-    "attend",
-    "causal_mask",
-]

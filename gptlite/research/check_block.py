@@ -2,34 +2,35 @@
 
     parameters  all of them are where training finds them
     shapes      the output has the shape and dtype of the input (of a model: logits)
-    jit         compiled or not, once or twice: the same
+    jit         traced and compiled twice, it gives the same
     causal      no output depends on a later input
-    both ways   for an encoder instead: every output depends on every input; for an encoder-decoder
-                in addition: every output depends on every token of the source
-    batch       a sequence gets the same alone, in a batch, and under vmap
-    cached      the same at once as in portions, also where each row has portions of its own length
-    padding     padding behind a sequence changes nothing
+    both ways   of an encoder instead: every output depends on every input; of an encoder-decoder
+                also: every output depends on every token of the source
+    batch       a sequence gives the same alone, in a batch, and under vmap
+    cached      the same at once and in portions, also where each row has portions of its own length
+    padding     padding after a sequence changes nothing
     gradients   finite, not zero for any parameter, and right by finite differences in float64
-    bfloat16    near float32
-    scan        a stack of it is the same unrolled and scanned
+    bfloat16    close to float32
+    scan        a stack of it gives the same unrolled and scanned
 
 From the command line: `python -m gptlite.research.check_block FILE.py:CLASS`.
 """
 
-import argparse
 import dataclasses
+import functools
 import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tyro
 
 from gptlite.cli import errors_as_sentences
 from gptlite.config import ModelConfig, UserError, is_custom, require
@@ -47,14 +48,14 @@ BATCH = 3
 SMALL = ModelConfig(n_layers=2, n_heads=2, d_model=16, context_length=16)
 
 # Tolerances, as a share of the largest number that is compared.
-# float32 has a precision of 6e-8; sums of some hundred terms in another order differ by about ten
-# times that, and a mistake by orders of magnitude more.
+# float32 has a precision of 6e-8. Sums of some hundred terms in another order differ by about ten
+# times that, and a bug by orders of magnitude more.
 SAME = 1e-4
 # The same program on the same numbers differs by nothing, except for blocks that mix all tokens and
 # cancel the later ones, as by Fourier transforms.
 NO_INFLUENCE = 1e-5
 # Central differences in float64. Two sizes, because a kink or a choice (ReLU, top-k) may lie
-# within one of them; and parts of a block may compute in float32.
+# within one of them, and parts of a block may compute in float32.
 DIFFERENCES, DERIVATIVE = (1e-3, 1e-5), 2e-2
 # bfloat16 has 8 bits: 0.4 % a rounding, some ten of them in a row.
 BFLOAT16 = 0.1
@@ -73,7 +74,7 @@ class CheckError(AssertionError):
 
 @dataclass(frozen=True)
 class Report:
-    """What was checked of a block that fails no check."""
+    """A block that passes all checks."""
 
     name: str
     kind: Kind
@@ -83,11 +84,10 @@ class Report:
     checks: tuple[str, ...]
 
     def __str__(self) -> str:
-        of_ids = self.kind in ("model", "encoder-decoder")
-        width = f"{'vocabulary' if of_ids else 'd_model'} {self.width}"
+        axis = "vocabulary" if self.kind in ("model", "encoder-decoder") else "d_model"
         return (
-            f"{self.name} ({self.kind}, {width}, {self.parameters:,} parameters) is right: "
-            f"{', '.join(self.checks)}"
+            f"{self.name} ({self.kind}, {axis} {self.width}, {self.parameters:,} parameters) is "
+            f"right: {', '.join(self.checks)}"
         )
 
 
@@ -103,7 +103,7 @@ def check_block(
     seed: int = 0,
 ) -> Report:
     """Run the checks in `gptlite.research.check_block`'s docstring. A block takes some seconds, an
-    encoder-decoder half a minute.
+    encoder-decoder about twenty.
 
     All parameters are moved at random first, so that none hides behind a zero.
 
@@ -113,7 +113,7 @@ def check_block(
       `block(config, causal=causal, key=key)` if `causal` is given.
     - `kind`: `layer`, called as `layer(x)`, as an MLP or a norm is; `block`, with `init_cache` and
       the call of `Attention` or `Block`; `model`, called as `model(ids)`; `encoder`;
-      `encoder-decoder`. Default: read off the class and its methods.
+      `encoder-decoder`. Default: inferred from the class and its methods.
     - `config`: for a class.
     - `d_model`: of a module that is a layer or a block. For a class, that of `config`.
     - `causal`: False for an encoder's block, in which every token sees every other. Default: False
@@ -128,25 +128,25 @@ def check_block(
     key = jax.random.key(seed)
     name = block.__name__ if isinstance(block, type) else type(block).__name__
     if isinstance(block, type):
-        told = {} if causal is None else {"causal": causal}
+        has_causal = causal is not None and "causal" in inspect.signature(block).parameters
+        make = functools.partial(block, causal=causal) if has_causal else block
         try:
-            accepted = told if "causal" in inspect.signature(block).parameters else {}
-            block = block(config, **accepted, key=key)
+            block = make(config, key=key)
         except Exception as error:
             raise CheckError(
                 name, [("shapes", f"it cannot be built: {describe(error)}")]
             ) from error
         d_model = config.d_model
-    block = _move_parameters(block, key, idle)
+    block = _move_parameters(block, np.random.default_rng(seed), idle)
     try:
-        subject = make_subject(block, kind, d_model, causal, seq, idle, key)
+        subject = make_subject(block, kind, d_model, causal, seq, idle, seed)
     except UserError as error:
         raise CheckError(name, [("shapes", str(error))]) from error
     applies = [check for check in CHECKS if check not in _left_out(subject)]
     failures = []
     for check in applies:
         try:
-            # GPUs multiply float32 numbers as shorter ones by default.
+            # GPUs multiply float32 numbers in a shorter format by default.
             with jax.default_matmul_precision("highest"):
                 message = CHECKS[check](subject)
         except Exception as error:
@@ -168,9 +168,9 @@ class Subject:
     kind: Kind
     causal: bool
     idle: Sequence[str]
-    x: jax.Array
+    x: np.ndarray
     """`[batch, seq, d_model]`, or ids, `[batch, seq]`."""
-    other: jax.Array
+    other: np.ndarray
     """More of the same, different at every token."""
     width: int
     """The last axis of the output."""
@@ -180,7 +180,7 @@ class Subject:
     """`init_cache(module, x) -> cache`. None: the block has no cache."""
     extend: Callable[..., Any] = lambda module, x, cache, start, lengths: (module(x), cache)
     """`extend(module, x, cache, start, lengths) -> (y, cache)`."""
-    source: jax.Array | None = None
+    source: np.ndarray | None = None
     """Ids, `[seq]`: of an encoder-decoder, the source of all sequences."""
 
     @property
@@ -188,14 +188,9 @@ class Subject:
         """Tokens in a sequence."""
         return self.x.shape[1]
 
-    @property
-    def output_dtype(self) -> Any:
-        """None: that of the parameters."""
-        return jnp.float32 if self.kind in ("model", "encoder-decoder") else None
-
-    def run(self, x: Any, lengths: Any = None, key: Any = None, module: Any = None) -> Any:
+    def run(self, x: Any, lengths: Any = None, key: Any = None, module: Any = None) -> np.ndarray:
         """The output for whole sequences, compiled."""
-        return _jit(self.call, self.module if module is None else module, x, lengths, key)
+        return _run(self.call, self.module if module is None else module, x, lengths, key)
 
 
 def make_subject(
@@ -205,7 +200,7 @@ def make_subject(
     causal: bool | None,
     seq: int,
     idle: Sequence[str],
-    key: Any,
+    seed: int,
 ) -> Subject:
     """**Raises:** `UserError` if the block is too small to be checked, or `d_model` is missing."""
     if kind is None:
@@ -217,10 +212,11 @@ def make_subject(
         not_causal = any(getattr(module, "causal", True) is False for module in _modules(block))
         causal = kind == "encoder-decoder" or not not_causal
     parts: dict[str, Any] = {"module": block, "kind": kind, "causal": causal, "idle": idle}
+    random = np.random.default_rng(seed)
     if kind in ("layer", "block"):
         if d_model is None:
             raise UserError(f"d_model must be given to check the {kind}.")
-        x, other = jax.random.normal(key, (2, BATCH, seq, d_model))
+        x, other = random.normal(size=(2, BATCH, seq, d_model)).astype(np.float32)
         parts |= {"x": x, "other": other, "width": d_model}
         if kind == "layer":
             call = lambda module, x, lengths, key: module(x)  # noqa: E731
@@ -235,8 +231,8 @@ def make_subject(
         f"it is too small to be checked, with a vocabulary of {vocab} and a context of {context}: "
         "at least 4 and 6 are needed.",
     )
-    x = jax.random.randint(key, (BATCH, seq), 0, vocab)
-    other = (x + jax.random.randint(key, x.shape, 1, vocab)) % vocab
+    x = random.integers(vocab, size=(BATCH, seq)).astype(np.int32)
+    other = (x + random.integers(1, vocab, size=x.shape).astype(np.int32)) % vocab
     parts |= {"x": x, "other": other, "width": vocab}
     if kind == "encoder":
         return Subject(**(parts | {"width": block.config.d_model}), call=_call_model)
@@ -263,7 +259,7 @@ def _call_block(block: Any, x: Any, lengths: Any, key: Any) -> Any:
 
 
 def _block_cache(block: Any, x: Any) -> Any:
-    # Longer than what is ever read.
+    # With more room than is ever read.
     return block.init_cache(x.shape[:-2], x.shape[-2] + 3, x.dtype)
 
 
@@ -303,22 +299,7 @@ def _calls_of_targets(source: Any, source_lengths: Any = None) -> dict[str, Call
     return {"call": call, "init_cache": init_cache, "extend": extend}
 
 
-# The checks: each returns a message if it fails.
-
-
-def check_shapes(s: Subject) -> str | None:
-    for x in (s.x, s.x[0]):
-        for dtype in (jnp.float32, jnp.bfloat16):
-            given = cast(x, dtype)
-            out = eqx.filter_eval_shape(s.call, cast(s.module, dtype), given, None, None)
-            shape = (*x.shape[:-1], s.width) if eqx.is_inexact_array(x) else (*x.shape, s.width)
-            wanted = jnp.dtype(s.output_dtype or dtype)
-            if out.shape != shape or out.dtype != wanted:
-                return (
-                    f"{given.dtype}{list(given.shape)} in, {out.dtype}{list(out.shape)} out "
-                    f"instead of {wanted}{list(shape)}."
-                )
-    return None
+# The checks. Each returns a message if the block fails it.
 
 
 def check_parameters(s: Subject) -> str | None:
@@ -335,19 +316,33 @@ def check_parameters(s: Subject) -> str | None:
     return None
 
 
+def check_shapes(s: Subject) -> str | None:
+    gives_logits = s.kind in ("model", "encoder-decoder")
+    for x in (s.x, s.x[0]):
+        for dtype in (jnp.float32, jnp.bfloat16):
+            given = jax.ShapeDtypeStruct(x.shape, dtype if x.dtype == np.float32 else x.dtype)
+            out = eqx.filter_eval_shape(s.call, _shapes_in(s.module, dtype), given, None, None)
+            shape = (*(x.shape[:-1] if x.dtype == np.float32 else x.shape), s.width)
+            wanted = jnp.dtype(jnp.float32 if gives_logits else dtype)
+            if out.shape != shape or out.dtype != wanted:
+                return (
+                    f"{given.dtype}{list(given.shape)} in, {out.dtype}{list(out.shape)} out "
+                    f"instead of {wanted}{list(shape)}."
+                )
+    return None
+
+
 def check_jit(s: Subject) -> str | None:
-    compiled = s.run(s.x)
-    return _compare(
-        s.call(s.module, s.x, None, None), compiled, "not compiled", "compiled"
-    ) or _compare(s.call(s.module, s.x, None, None), compiled, "called again", "compiled")
+    again = eqx.filter_jit(lambda *arguments: s.call(*arguments))(s.module, s.x, None, None)
+    return _compare(again, s.run(s.x), "compiled again", "compiled")
 
 
 def check_causal(s: Subject) -> str | None:
     for key in (None, jax.random.key(0)):  # as in evaluation, and as in training
         before = s.run(s.x, key=key)
         for place in range(1, s.seq):
-            after = s.run(s.x.at[:, place:].set(s.other[:, place:]), key=key)
-            moved = np.array(_distance(after, before)[:, :place])
+            x = np.concatenate([s.x[:, :place], s.other[:, place:]], axis=1)
+            moved = _distance(s.run(x, key=key), before)[:, :place]
             if not moved.max() <= NO_INFLUENCE * _size(before):
                 i = np.unravel_index(moved.argmax(), moved.shape)[1]
                 return (
@@ -359,31 +354,33 @@ def check_causal(s: Subject) -> str | None:
 
 
 def check_both_ways(s: Subject) -> str | None:
-    if s.source is not None:
-        return _check_source(s)
-    before = s.run(s.x)
-    for place in range(s.seq):
-        moved = _distance(s.run(s.x.at[:, place].set(s.other[:, place])), before).max(0)
-        if not moved.min() > NO_INFLUENCE * _size(before):
-            i = moved.argmin()
-            return f"the output at position {i} does not depend on the input at {place}."
+    if s.source is None:
+        run, inputs, others, what = s.run, s.x, s.other, "output"
+        return _depends_on_all(run, inputs, others, what, "input")
+    call = lambda model, source: model(source, jnp.asarray(s.x[0]))  # noqa: E731
+    encode = lambda model, source: model.encode(source)  # noqa: E731
+    for what, function in (("output", call), ("encoder's output", encode)):
+        run = functools.partial(_run, function, s.module)
+        message = _depends_on_all(run, s.source, s.other[0], what, "source")
+        if message:
+            return message
     return None
 
 
-def _check_source(s: Subject) -> str | None:
-    source: Any = s.source
-    calls = {
-        "output": lambda model, source: model(source, s.x[0]),
-        "encoder's output": lambda model, source: model.encode(source),
-    }
-    for what, call in calls.items():
-        before = _jit(call, s.module, source)
-        for place in range(len(source)):
-            changed = source.at[place].set(s.other[0, place])
-            moved = _distance(_jit(call, s.module, changed), before)
-            if not moved.min() > NO_INFLUENCE * _size(before):
-                i = moved.argmin()
-                return f"the {what} at position {i} does not depend on the source at {place}."
+def _depends_on_all(
+    run: Callable[[Any], np.ndarray], x: np.ndarray, other: np.ndarray, what: str, of: str
+) -> str | None:
+    before, axis = run(x), x.ndim - 1 if x.dtype != np.float32 else x.ndim - 2
+    for place in range(x.shape[axis]):
+        here = (slice(None),) * axis + (place,)
+        changed = x.copy()
+        changed[here] = other[here]
+        moved = _distance(run(changed), before)
+        moved = moved.reshape(-1, moved.shape[-1]).max(axis=0)
+        if not moved.min() > NO_INFLUENCE * _size(before):
+            return (
+                f"the {what} at position {moved.argmin()} does not depend on the {of} at {place}."
+            )
     return None
 
 
@@ -393,16 +390,20 @@ def check_batch(s: Subject) -> str | None:
         message = _compare(together[row], s.run(x), f"sequence {row} in a batch", "alone")
         if message:
             return message
-    mapped = _jit(eqx.filter_vmap(s.call, in_axes=(None, 0, None, None)), s.module, s.x, None, None)
+    mapped = _run(eqx.filter_vmap(s.call, in_axes=(None, 0, None, None)), s.module, s.x, None, None)
     message = _compare(mapped, together, "under vmap", "as a batch")
     if message or s.source is None:
         return message
     # Each with a source of its own, of its own length.
-    sources = jnp.stack([jnp.roll(s.source, row) for row in range(BATCH)])
+    sources = np.stack([np.roll(s.source, row) for row in range(BATCH)])
     lengths = np.maximum(1, len(s.source) - np.arange(BATCH))
-    together = s.module(sources, s.x, source_lengths=jnp.asarray(lengths))
+
+    def call(model, source, ids, lengths):
+        return model(source, ids, source_lengths=lengths)
+
+    together = _run(call, s.module, sources, s.x, lengths)
     for row, length in enumerate(lengths):
-        alone = s.module(sources[row, :length], s.x[row])
+        alone = _run(call, s.module, sources[row, :length], s.x[row], None)
         message = _compare(together[row], alone, f"pair {row} in a batch", "alone")
         if message:
             return message
@@ -411,10 +412,10 @@ def check_batch(s: Subject) -> str | None:
 
 def check_cached(s: Subject) -> str | None:
     whole = s.run(s.x)
-    third = s.seq // 3
+    half = s.seq // 2
     ways: dict[str, list[Any]] = {
         "one token at a time": [1] * s.seq,
-        "in portions": [third, third, s.seq - 2 * third],
+        "in portions": [s.seq - half, half],
     }
     if s.kind != "layer":
         first = np.array([2, 3, 4][:BATCH])
@@ -429,46 +430,44 @@ def check_cached(s: Subject) -> str | None:
     )
     if message or s.source is None:
         return message
-    padded = jnp.concatenate([s.source, s.source[:2]])
-    calls = _calls_of_targets(padded, jnp.asarray(len(s.source)))
+    padded = np.concatenate([s.source, s.source[:2]])
+    calls = _calls_of_targets(padded, np.asarray(len(s.source)))
     found = _read(dataclasses.replace(s, **calls), s.x, ways["in portions"])
     return _compare(found, whole, "cached, with padding behind the source", "without")
 
 
-def _read(s: Subject, x: Any, portions: Sequence[Any]) -> np.ndarray:
+def _read(s: Subject, x: np.ndarray, portions: Sequence[Any]) -> np.ndarray:
     """The outputs for `x`, read with a cache in portions of so many tokens: a number for all rows,
-    or one for each. Behind each portion stands padding, as generation pads prompts."""
+    or one for each. The first portion is followed by padding, as generation pads prompts."""
     assert s.init_cache is not None
     batch = x.shape[:1] if x.ndim == s.x.ndim else ()
     other = s.other if batch else s.other[0]
-    cache, done = s.init_cache(s.module, x), np.asarray(0)
+    cache, done = _jit(s.init_cache, s.module, x), np.zeros((), np.int32)
     kind = _kind_of(cache)
     out = np.zeros((*batch, s.seq, s.width), np.float64)
     for portion in portions:
-        count = np.asarray(portion)
+        count = np.asarray(portion, np.int32)
         width = s.seq if not done.any() and s.kind != "layer" else int(count.max())
         places = np.broadcast_to(done[..., None] + np.arange(width), (*batch, width))
         real = np.broadcast_to(np.arange(width) < count[..., None], (*batch, width))
         rows = tuple(np.indices((*batch, width))[:-1])
         inside = (*rows, np.minimum(places, s.seq - 1))
         shaped = real.reshape(*real.shape, *(1,) * (x.ndim - real.ndim))
-        part = jnp.where(shaped, x[inside], other[inside])
-        start, lengths = jnp.asarray(done), jnp.asarray(count)
-        y, cache = _jit(s.extend, s.module, part, cache, start, lengths)
+        part = np.where(shaped, x[inside], other[inside])
+        y, cache = _jit(s.extend, s.module, part, cache, done, count)
         require(
             _kind_of(cache) == kind, f"a cache of {kind} comes back as one of {_kind_of(cache)}."
         )
-        place_of_real = (*(index[real] for index in rows), places[real])
-        out[place_of_real] = np.asarray(y, np.float64)[real]
+        out[(*(index[real] for index in rows), places[real])] = np.asarray(y, np.float64)[real]
         done = done + count
     return out
 
 
 def check_padding(s: Subject) -> str | None:
     lengths = np.array([s.seq - 3, s.seq - 1, s.seq][:BATCH])
-    real = jnp.arange(s.seq) < lengths[:, None]
+    real = np.arange(s.seq) < lengths[:, None]
     shaped = real if s.x.ndim == 2 else real[..., None]
-    padded = s.run(jnp.where(shaped, s.x, s.other), jnp.asarray(lengths))
+    padded = s.run(np.where(shaped, s.x, s.other), lengths)
     for row, length in enumerate(lengths):
         alone = s.run(s.x[row, :length])
         what = f"row {row} with {s.seq - length} tokens of padding behind it"
@@ -480,63 +479,72 @@ def check_padding(s: Subject) -> str | None:
 
 def check_gradients(s: Subject) -> str | None:
     with jax.enable_x64(True):
-        params, static = eqx.partition(cast(s.module, jnp.float64), eqx.is_inexact_array)
-        x = cast(s.x, jnp.float64)
+        params, static = eqx.partition(s.module, eqx.is_inexact_array)
+        names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+        stacked = jax.tree.leaves(inside(params, Stack))
         leaves, structure = jax.tree.flatten(params)
         if not leaves:
             return None
-        names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+        leaves = [np.asarray(leaf, np.float64) for leaf in leaves]
+        x = jnp.asarray(s.x, np.float64 if s.x.dtype == np.float32 else None)
         random = np.random.default_rng(0)
-        directions = [jnp.asarray(random.normal(size=leaf.shape)) for leaf in leaves]
+        directions = [random.normal(size=leaf.shape) for leaf in leaves]
 
         def call(leaves):
             module = eqx.combine(jax.tree.unflatten(structure, leaves), static)
             return s.call(module, x, None, None)
 
-        weights = jnp.asarray(random.normal(size=jax.eval_shape(call, leaves).shape))
+        weights = random.normal(size=jax.eval_shape(call, leaves).shape)
 
         def loss(leaves):
             return jnp.sum(weights * jnp.sin(call(leaves)))
 
-        def moved(steps):
-            return loss(
-                [leaf + t * d for leaf, t, d in zip(leaves, steps, directions, strict=True)]
-            )
+        @jax.jit
+        def slopes(leaves, directions):
+            """Along each parameter's direction: by the gradient, and by differences."""
+            grads = jax.grad(loss)(leaves)
 
-        grads = jax.jit(jax.grad(loss))(leaves)
-        stacked = jax.tree.leaves(inside(params, Stack))
-        for name, grad, layers in zip(names, grads, stacked, strict=True):
-            for layer, part in enumerate(grad if layers else [grad]):
-                of = name + (f" of layer {layer}" if layers else "")
-                if not np.isfinite(part).all():
-                    return f"the gradient of {of} is not finite."
-                if name not in s.idle and not np.abs(part).max() > 1e-12:
-                    return (
-                        f"{of} changes nothing: its gradient is zero. (If it is known to do "
-                        f"nothing, idle=[{name!r}].)"
-                    )
-        ours = np.array([jnp.vdot(g, d) for g, d in zip(grads, directions, strict=True)])
-        eye = jnp.eye(len(leaves))
-        ends = jax.jit(lambda steps: jax.lax.map(moved, steps))
-        slopes = [np.asarray(ends(h * eye) - ends(-h * eye)) / (2 * h) for h in DIFFERENCES]
-        error = np.min([np.abs(slope - ours) for slope in slopes], axis=0)
-        size = np.maximum(np.abs(ours), np.abs(slopes).min(axis=0))
-        # What is next to nothing is compared with the largest.
-        wrong = error / np.maximum(size, 1e-3 * np.max(size)) > DERIVATIVE
-        if wrong.any():
-            i = int(wrong.argmax())
-            return (
-                f"the gradient of {names[i]} is wrong: {ours[i]:.4g} along a direction in which "
-                f"the output changes by {slopes[-1][i]:.4g}."
-            )
+            def moved(steps):
+                return loss([p + t * d for p, t, d in zip(leaves, steps, directions, strict=True)])
+
+            eye = jnp.eye(len(leaves))
+            along = [jnp.vdot(g, d) for g, d in zip(grads, directions, strict=True)]
+            steps = jnp.concatenate([sign * h * eye for h in DIFFERENCES for sign in (1, -1)])
+            ends = jax.lax.map(moved, steps).reshape(len(DIFFERENCES), 2, -1)
+            widths = 2 * jnp.array(DIFFERENCES)[:, None]
+            return grads, jnp.stack(along), (ends[:, 0] - ends[:, 1]) / widths
+
+        grads, along, by_difference = jax.device_get(slopes(leaves, directions))
+    for name, grad, layers in zip(names, grads, stacked, strict=True):
+        for layer, part in enumerate(grad if layers else [grad]):
+            of = name + (f" of layer {layer}" if layers else "")
+            if not np.isfinite(part).all():
+                return f"the gradient of {of} is not finite."
+            if name not in s.idle and not np.abs(part).max() > 1e-12:
+                return (
+                    f"{of} changes nothing: its gradient is zero. (If it is known to do "
+                    f"nothing, idle=[{name!r}].)"
+                )
+    error = np.abs(by_difference - along).min(axis=0)
+    size = np.maximum(np.abs(along), np.abs(by_difference).min(axis=0))
+    # What is almost nothing is compared with the largest.
+    wrong = error / np.maximum(size, 1e-3 * np.max(size)) > DERIVATIVE
+    if wrong.any():
+        i = int(wrong.argmax())
+        return (
+            f"the gradient of {names[i]} is wrong: {along[i]:.4g} along a direction in which "
+            f"the output changes by {by_difference[-1][i]:.4g}."
+        )
     return None
 
 
 def check_bfloat16(s: Subject) -> str | None:
-    # The arithmetic is compared, not what parameters and inputs lose by rounding.
-    module, x = cast(s.module, jnp.bfloat16), cast(s.x, jnp.bfloat16)
-    half = np.asarray(s.run(x, module=module), np.float32)
-    full = np.asarray(s.run(cast(x, jnp.float32), module=cast(module, jnp.float32)))
+    # What the arithmetic loses is compared, not what parameters and inputs lose by rounding.
+    rounded = _cast(s.module, jnp.bfloat16)
+    x = s.x.astype(jnp.bfloat16) if s.x.dtype == np.float32 else s.x
+    wide = x.astype(np.float32) if s.x.dtype == np.float32 else x
+    half = s.run(x, module=rounded).astype(np.float32)
+    full = s.run(wide, module=_cast(rounded, np.float32))
     error = np.linalg.norm(half - full, axis=-1) / np.linalg.norm(full, axis=-1).clip(1e-6)
     # The median: a choice, as of experts, may differ for a token here and there.
     if not np.median(error) < BFLOAT16:
@@ -557,17 +565,15 @@ class _AsBlock(eqx.Module):
 
 
 def check_scan(s: Subject) -> str | None:
-    def make(key):
-        block = jax.tree.map(
-            lambda a: a * (1 + 0.1 * jax.random.normal(key)) if eqx.is_inexact_array(a) else a,
-            s.module,
-        )
-        return _AsBlock(block)
+    arrays, rest = eqx.partition(s.module, eqx.is_array)
+    arrays = jax.tree.map(lambda a: np.stack([a, 1.1 * np.asarray(a)]).astype(a.dtype), arrays)
 
-    unrolled, scanned = (
-        _jit(lambda stack, x: stack(x)[0], Stack(make, 2, scan=scan, key=jax.random.key(0)), s.x)
-        for scan in (False, True)
-    )
+    def run(arrays, x, scan):
+        stack = Stack(lambda key: _AsBlock(s.module), 2, scan=scan, key=jax.random.key(0))
+        blocks = _AsBlock(eqx.combine(arrays, rest))
+        return eqx.tree_at(lambda stack: stack.blocks, stack, blocks)(x)[0]
+
+    unrolled, scanned = (_run(run, arrays, s.x, scan) for scan in (False, True))
     return _compare(scanned, unrolled, "scanned", "unrolled")
 
 
@@ -600,18 +606,18 @@ def _left_out(s: Subject) -> set[str]:
     return left_out
 
 
-def _move_parameters(block: Any, key: Any, idle: Sequence[str]) -> Any:
-    """Every parameter a little aside, and far from zero where it was zero."""
-    named, structure = jax.tree_util.tree_flatten_with_path(block)
-    leaves = [leaf for _, leaf in named]
-    for place, (path, leaf) in enumerate(named):
+def _move_parameters(block: Any, random: np.random.Generator, idle: Sequence[str]) -> Any:
+    """Every parameter a little moved, and far from zero where it was zero."""
+
+    def move(path, leaf):
         if not eqx.is_inexact_array(leaf) or path_name(path) in idle:
-            continue
-        noise = jax.random.normal(jax.random.fold_in(key, place), leaf.shape, leaf.dtype)
-        size = float(jnp.sqrt(jnp.mean(jnp.square(jnp.abs(leaf))))) if leaf.size else 0.0
-        scale = 0.1 * size or (leaf.shape[-1] ** -0.5 if leaf.ndim > 1 else 0.1)
-        leaves[place] = leaf + scale * noise
-    return jax.tree.unflatten(structure, leaves)
+            return leaf
+        value = np.asarray(leaf)
+        size = float(np.sqrt(np.mean(np.abs(value) ** 2))) if value.size else 0.0
+        scale = 0.1 * size or (value.shape[-1] ** -0.5 if value.ndim > 1 else 0.1)
+        return jnp.asarray((value + scale * random.normal(size=value.shape)).astype(value.dtype))
+
+    return jax.tree_util.tree_map_with_path(move, block)
 
 
 def _vocab_size(model: Any, kind: Kind) -> int:
@@ -651,6 +657,23 @@ def _jit(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(*arguments)
 
 
+def _run(function: Callable[..., Any], *arguments: Any) -> np.ndarray:
+    """`function(*arguments)`, compiled."""
+    return np.asarray(_jit(function, *arguments))
+
+
+def _cast(module: Any, dtype: Any) -> Any:
+    """`cast`, without compiling a program for each shape."""
+    return jax.tree.map(
+        lambda a: np.asarray(a).astype(dtype) if eqx.is_inexact_array(a) else a, module
+    )
+
+
+def _shapes_in(module: Any, dtype: Any) -> Any:
+    """The shapes of `module`, its parameters in `dtype`."""
+    return eqx.filter_eval_shape(cast, module, dtype)
+
+
 def _size(x: Any) -> float:
     return float(np.abs(np.asarray(x, np.float64)).max())
 
@@ -684,37 +707,30 @@ def describe(error: Exception) -> str:
     return what
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m gptlite.research.check_block",
-        description="Check a block of your own, built as CLASS(config, key=key).",
-    )
-    parser.add_argument("block", metavar="FILE.py:CLASS")
-    parser.add_argument(
-        "--idle",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="a parameter that is known to have no gradient",
-    )
-    parser.add_argument(
-        "--both-ways",
-        action="store_true",
-        help="it is an encoder's: every output depends on every input",
-    )
-    parser.add_argument("--debug", action="store_true", help="show where an error came from")
-    arguments = parser.parse_args()
-    name = arguments.block
-    with errors_as_sentences(arguments.debug):
-        require(is_custom(name), f"A block is named as FILE.py:CLASS, got {name!r}.")
+def main(
+    block: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE.py:CLASS")],
+    *,
+    idle: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = (),
+    both_ways: bool = False,
+    debug: bool = False,
+) -> None:
+    """Check a block of your own, built as CLASS(config, key=key).
+
+    Args:
+        block: The file and the class.
+        idle: A parameter that is known to have no gradient; may be given several times.
+        both_ways: It is an encoder's block: every output depends on every input.
+        debug: Show where in the code an error came from.
+    """
+    with errors_as_sentences(debug):
+        require(is_custom(block), f"A block is named as FILE.py:CLASS, got {block!r}.")
         try:
-            causal = False if arguments.both_ways else None
-            print(check_block(load_class(name), causal=causal, idle=arguments.idle))
+            causal = False if both_ways else None
+            print(check_block(load_class(block), causal=causal, idle=idle))
         except CheckError as error:
             print(error)
             sys.exit(1)
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, prog="python -m gptlite.research.check_block")

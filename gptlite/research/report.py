@@ -1,21 +1,12 @@
-"""The results of a comparison: a table as text and as CSV, and a picture."""
+"""The results of a comparison as a table, in text and as CSV."""
 
-import io
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import pandas as pd
 
-from gptlite.files import write_atomically
-from gptlite.research.statistics import Estimate, Verdict, estimate, judge
-from gptlite.research.study import Result
-
-
-def verdicts(results: Sequence[Result]) -> dict[str, Verdict]:
-    """Each variant's verdict against the first result, the base."""
-    base, *others = results
-    return judge(base.losses, {result.name: result.losses for result in others})
+from gptlite.research.comparison import Result, verdicts
+from gptlite.research.statistics import Estimate, estimate
 
 
 def table(results: Sequence[Result]) -> str:
@@ -78,41 +69,6 @@ def to_csv(results: Sequence[Result]) -> str:
         losses = zip(result.curves, result.losses, strict=True)
         rows.append(row | {f"val_loss_seed_{seed}": loss for seed, loss in losses})
     return pd.DataFrame(rows).to_csv(index=False, lineterminator="\n")
-
-
-def draw(results: Sequence[Result], picture: Path) -> None:
-    """Left: the validation losses during training. Right: the differences to the base at the end.
-    Both are means with their 95 % intervals."""
-    # Here, because it takes a second to import; and not pyplot, which picks a window system.
-    from matplotlib.figure import Figure
-
-    judged = verdicts(results)
-    figure = Figure(figsize=(12, max(4.0, 1.5 + 0.3 * len(results))), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for place, result in enumerate(results):
-        colour = "black" if place == 0 else f"C{(place - 1) % 10}"
-        points = [estimate(losses) for losses in zip(*result.curves.values(), strict=True)]
-        means = [point.mean for point in points]
-        left.plot(result.looks, means, color=colour, label=result.name, linewidth=1, marker=".")
-        if not math.isnan(points[-1].margin):
-            low, high = zip(*[(p.mean - p.margin, p.mean + p.margin) for p in points], strict=True)
-            left.fill_between(result.looks, low, high, color=colour, alpha=0.15, linewidth=0)
-        if place > 0:
-            d = judged[result.name].difference
-            margin = 0.0 if math.isnan(d.margin) else d.margin
-            right.errorbar(d.mean, place, xerr=margin, color=colour, marker="o", capsize=3)
-    left.set(xlabel="step", ylabel="validation loss, nats a token")
-    left.grid(alpha=0.3)
-    if len(results) <= 12:
-        left.legend(fontsize="small")
-    right.axvline(0, color="black", linewidth=1)
-    right.set_yticks(range(1, len(results)), [result.name for result in results[1:]])
-    right.invert_yaxis()
-    right.set(xlabel=f"difference to {results[0].name} at the end (left is better)")
-    right.grid(alpha=0.3, axis="x")
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=120)
-    write_atomically(picture, buffer.getvalue())
 
 
 def _with_margin(value: Estimate, sign: str = "") -> str:

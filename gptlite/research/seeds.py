@@ -5,19 +5,19 @@ side (`jax.vmap`). What seed s gets is what it would get alone: `train.py --trai
 the same up to the order of sums.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PRNGKeyArray
 
 from gptlite.config import Config
-from gptlite.models.gpt import GPT
+from gptlite.models.gpt import make_model
 from gptlite.sharding import SEEDS, seeds_mesh
 from gptlite.text.batches import Batches
+from gptlite.text.tokenizer import Tokenizer
 from gptlite.text.tokens import Split
 from gptlite.training.evaluate import Evaluation
 from gptlite.training.fit import fit
@@ -39,15 +39,13 @@ class SeedsProgress:
 
 def fit_seeds(
     config: Config,
-    make_model: Callable[[PRNGKeyArray], GPT],
+    tokenizer: Tokenizer,
     seeds: Sequence[int],
     split: Split,
 ) -> Iterator[SeedsProgress]:
-    """Train `make_model(key)` as `config` says, once for each of `seeds`, which take the place of
-    `training.seed`.
+    """Train the model of `config`, once for each of `seeds`, which replace `training.seed`.
 
-    A seed whose loss is no longer finite goes on, and shows. The steps are compiled before this
-    returns.
+    A seed whose loss is no longer finite continues. The steps are compiled before this returns.
 
     **Raises:** `UserError` if the text is too short.
     """
@@ -60,7 +58,7 @@ def fit_seeds(
     @eqx.filter_jit
     @eqx.filter_vmap
     def draw(seed):  # as train.py does
-        return make_model(jax.random.split(jax.random.key(seed))[0])
+        return make_model(config.model, tokenizer, key=jax.random.split(jax.random.key(seed))[0])
 
     models = draw(jnp.asarray(filled, jnp.int32))
     one = jax.tree.map(lambda x: x[0] if eqx.is_array(x) else x, models)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-# Of "better" and "worse": the chance that one or more of a table's are but luck.
+# The probability that one or more of a table's "better" and "worse" are due to chance.
 LEVEL = 0.05
 
 Losses = Sequence[float] | np.ndarray
@@ -31,43 +31,35 @@ class Verdict:
     p: float
     """Of the paired t-test: how often chance alone differs as much; NaN for one seed."""
     adjusted_p: float
-    """The same, with regard to the number of variants that were tried (Holm, 1979)."""
+    """The same, adjusted for the number of variants (Holm, 1979)."""
     words: str
 
 
 def estimate(values: Losses) -> Estimate:
     """Mean of `values`, with Student's 95 % interval."""
-    mean, count = float(np.mean(values)), len(values)
-    if count < 2:
-        return Estimate(mean, math.nan)
-    error = float(np.std(values, ddof=1)) / math.sqrt(count)
-    return Estimate(mean, float(stats.t.ppf(0.975, count - 1)) * error)
+    return _t_test(np.asarray(values, float))[0]
 
 
 def judge(base: Losses, variants: Mapping[str, Losses]) -> dict[str, Verdict]:
     """Each variant's losses against the base's, seed by seed. Lower is better."""
     with np.errstate(invalid="ignore"):
-        differences = {name: np.subtract(losses, base) for name, losses in variants.items()}
-    p_values = {name: _p_value(d) for name, d in differences.items()}
-    adjusted = _holm(p_values)
+        tests = {name: _t_test(np.subtract(losses, base)) for name, losses in variants.items()}
+    adjusted = _holm({name: p for name, (_, p) in tests.items()})
     return {
-        name: Verdict(
-            estimate(d),
-            p_values[name],
-            adjusted[name],
-            _words(base, variants[name], adjusted[name]),
-        )
-        for name, d in differences.items()
+        name: Verdict(difference, p, adjusted[name], _words(base, variants[name], adjusted[name]))
+        for name, (difference, p) in tests.items()
     }
 
 
-def _p_value(differences: np.ndarray) -> float:
-    if len(differences) < 2 or not np.isfinite(differences).all():
-        return math.nan
-    if np.ptp(differences) == 0:
-        return 0.0 if differences[0] else 1.0
-    test: Any = stats.ttest_1samp(differences, 0.0)
-    return float(test.pvalue)
+def _t_test(values: np.ndarray) -> tuple[Estimate, float]:
+    """Mean and interval, and the p-value of the mean being 0."""
+    if len(values) < 2 or not np.isfinite(values).all():
+        return Estimate(float(np.mean(values)), math.nan), math.nan
+    if np.ptp(values) == 0:  # SciPy divides by the deviation
+        return Estimate(float(values[0]), 0.0), 0.0 if values[0] else 1.0
+    test: Any = stats.ttest_1samp(values, 0.0)
+    mean, high = float(np.mean(values)), test.confidence_interval(0.95).high
+    return Estimate(mean, float(high) - mean), float(test.pvalue)
 
 
 def _holm(p_values: Mapping[str, float]) -> dict[str, float]:
@@ -86,7 +78,7 @@ def _words(base: Losses, losses: Losses, adjusted_p: float) -> str:
         if diverged:
             return f"{who}diverged ({diverged} of {len(values)} seeds)"
     if len(losses) < 2:
-        return "one seed tells nothing"
+        return "one seed is not enough"
     if adjusted_p >= LEVEL:
         return "no difference found at this size"
     return "better" if np.mean(losses) < np.mean(base) else "worse"

@@ -1,17 +1,18 @@
-"""A run's folder: what is in it, written and read.
+"""A run's folder, as training writes it.
 
-    config.json        every knob
-    tokenizer.json     the tokenizer, whole
-    custom/            copies of the files that custom blocks came from
-    metrics.jsonl      one object a line
+    config.json        the config
+    tokenizer.json     the whole tokenizer
+    custom/            copies of the files with custom blocks
+    metrics.jsonl      one JSON object a line
     best.safetensors   weights at the best evaluation
     last.safetensors   weights at the last checkpoint
-    checkpoints/       what going on needs: see checkpoints.py
-    nonfinite.json     where training diverged: the batch
-    loss.png           the curves
-    result.json        at the end: what came of it
+    checkpoints/       what `--resume` needs: see checkpoints.py
+    damaged/           checkpoints that could not be used
+    nonfinite.json     where training diverged, with the batch
+    loss.png           the loss curves
+    result.json        the result, at the end
 
-Plain data throughout: loading a run never executes anything from it.
+All files are plain data: nothing in a run is executed when it is loaded.
 """
 
 import contextlib
@@ -20,23 +21,23 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from filelock import SoftFileLock, Timeout
+from filelock import FileLock, Timeout
 
 from gptlite.config import Config, UserError
 from gptlite.custom import custom_options
 from gptlite.files import sync, write_atomically, write_json
+from gptlite.progress import log
 from gptlite.runs.checkpoints import Checkpoints, Record, list_steps
 from gptlite.runs.find import check_free
-from gptlite.runs.saved_config import load_config, save_config
-from gptlite.runs.sources import changed_sources, save_sources
-from gptlite.runs.weights import named_arrays, weights_step, weights_to_bytes
+from gptlite.runs.saved_config import changed_sources, load_config, save_config, save_sources
+from gptlite.runs.weights import Evaluated, named_arrays, read_evaluated, save_weights
 from gptlite.text.tokenizer import Tokenizer, decode
 from gptlite.training.fit import DivergenceError, Progress
 from gptlite.training.step import TrainState
@@ -44,40 +45,32 @@ from gptlite.training.step import TrainState
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """From where a run is resumed."""
+    """Where a run is resumed from."""
 
     state: TrainState
     record: Record
-    best: dict[str, Any] | None
-    """`step` and `val_loss` of the best evaluation of which there are weights."""
-    best_weights: dict[str, np.ndarray] | None
-    """Those weights; None if they are in the folder already."""
-    damaged: Sequence[int]
-    """Steps of checkpoints that cannot be used."""
 
 
 class RunFolder:
-    """Writes a run; as a context manager, so that its end is waited for and its lock given back.
+    """Writes a run. A context manager: its exit ends the checkpoint threads and releases the lock.
 
     Every method raises `UserError` where the folder cannot be written.
     """
 
-    def __init__(self, path: Path, say: Callable[[str], None] = print):
-        """`say` hears of what was found amiss and mended."""
+    def __init__(self, path: Path):
         self.path = path
-        self.best: dict[str, Any] | None = None
-        """`step` and `val_loss` of the best evaluation."""
+        self.best: Evaluated | None = None
+        """The best evaluation."""
         self.last: dict[str, Any] = {}
         """The last line of metrics."""
-        self._say = say
-        # Next to the folder, because `--overwrite` replaces the folder. Resolved, so that all
+        # Next to the run folder, because `--overwrite` replaces the folder. Resolved, so that all
         # spellings of the path share one lock.
-        place = path.resolve()
-        self._lock = SoftFileLock(place.parent / f".{place.name}.lock", timeout=0)
+        resolved = path.resolve()
+        self._lock = FileLock(resolved.parent / f".{resolved.name}.lock", timeout=0)
         self._checkpoints: Checkpoints | None = None
         self._config = Config()
         self._corpus_sha256 = ""
-        self._weights: dict[str, tuple[dict[str, np.ndarray], int]] = {}
+        self._weights: list[tuple[str, dict[str, np.ndarray], Evaluated]] = []
         self._saved: int | None = None
         self._saved_at = self._began_at = time.monotonic()
 
@@ -90,22 +83,16 @@ class RunFolder:
         self._lock.release()
 
     def lock(self) -> None:
-        """**Raises:** `UserError`, with its process id, if another process trains this run."""
+        """**Raises:** `UserError` if another process trains this run."""
         with self._writing():
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                holder = self._lock.pid
                 self._lock.acquire()
             except Timeout:
-                holder = self._lock.pid
-                who = f"process {holder}" if holder else "a process that left no name"
                 raise UserError(
-                    f"The run {self.path} is being trained by {who}: wait for it, or stop it. (If "
-                    "it is gone, and was on another machine or lost its power, delete "
-                    f"{self._lock.lock_file}.)"
+                    f"The run {self.path} is being trained by another process: wait for it, or "
+                    "stop it."
                 ) from None
-        if holder is not None:
-            self._say(f"took over the lock of process {holder}, which is gone")
 
     def create(
         self, config: Config, tokenizer: Tokenizer, corpus_sha256: str, *, overwrite: bool
@@ -117,8 +104,8 @@ class RunFolder:
         """
         check_free(self.path, overwrite=overwrite)
         self.lock()
-        check_free(self.path, overwrite=overwrite)  # another process may have been quicker
-        # Made beside its place, so that there is never half of it.
+        check_free(self.path, overwrite=overwrite)  # another process may have created it since
+        # Written under another name and renamed when complete.
         new, old = (self.path.with_name(f".{self.path.name}.{what}") for what in ("new", "old"))
         with self._writing():
             try:
@@ -134,13 +121,13 @@ class RunFolder:
             finally:
                 for left in (new, old):
                     shutil.rmtree(left, ignore_errors=True)
-        self._begin(config, corpus_sha256, seconds=0.0)
+        self._start(config, corpus_sha256, seconds=0.0)
 
     def open(self) -> None:
-        """Lock a run that is to be resumed; changes nothing.
+        """Lock a run that is to be resumed. Changes nothing in it.
 
-        **Raises:** `UserError` if another process trains the run, there is no checkpoint, or there
-        is a link in the folder, which could lead out of it.
+        **Raises:** `UserError` if another process trains the run, it has no checkpoint, or there is
+        a link in the folder, which could lead out of it.
         """
         self.lock()
         for folder, folders, files in os.walk(self.path):
@@ -149,107 +136,86 @@ class RunFolder:
                     raise UserError(f"{entry} is a link. A run with links in it is not resumed.")
         if not list_steps(self.path / "checkpoints"):
             raise UserError(
-                f"There is no checkpoint in {self.path} yet. Begin the run again, with --overwrite."
+                f"There is no checkpoint in {self.path} yet. Start the run again, with --overwrite."
             )
 
     def find_checkpoint(
         self, skeleton: TrainState, config: Config, corpus_sha256: str
     ) -> Checkpoint:
-        """The newest checkpoint that is undamaged; changes nothing. Its arrays are spread as those
-        of `skeleton` are.
+        """The newest checkpoint that is not damaged, with its arrays spread over devices as those
+        of `skeleton` are. Changes nothing.
 
-        **Raises:** `UserError` if there is none, the run was trained on another corpus, or nothing
-        is left to do of the steps in `config`.
+        **Raises:** `UserError` if there is none, the run was trained on another corpus, or none of
+        the steps in `config` is left to do.
         """
-        checkpoints, steps = Checkpoints(self.path / "checkpoints"), config.training.steps
-        state, record = self._newest(checkpoints, skeleton)
-        step = record.position.step
+        state, record = self._newest(skeleton)
+        step, steps = record.position.step, config.training.steps
         if corpus_sha256 != record.corpus_sha256:
             raise UserError(
                 "The corpus is not the text that this run was trained on: its sha256 is "
                 f"{corpus_sha256}, and was {record.corpus_sha256}."
             )
-        # A run may have been stopped between its last save and its result.
-        finished = record.last.get("step") == step and "val_loss" in record.last
-        if step > steps or (
-            step == steps and (not finished or (self.path / "result.json").exists())
-        ):
+        # A run may have been stopped between its last checkpoint and its result.
+        evaluated = record.last.get("step") == step and "val_loss" in record.last
+        finished = not evaluated or (self.path / "result.json").exists()
+        if step > steps or (step == steps and finished):
             raise UserError(
                 f"The run {self.path} has done {step} steps; to extend it, give "
                 f"--training.steps above that, got {steps}."
             )
         if record.devices != _devices(config):
-            self._say(
-                f"This run was on {record.devices} and goes on with {_devices(config)}: sums are "
-                "added up in another order from here."
+            log(
+                f"This run was trained on {record.devices} and continues on {_devices(config)}: "
+                "from here, sums are added up in another order."
             )
-        damaged = {other for other in checkpoints.steps if other > step}
-        for other in checkpoints.steps:
-            try:
-                checkpoints.val_loss(other)
-            except UserError as error:
-                self._say(str(error))
-                damaged.add(other)
-        best, best_weights = record.best, None
-        if best is not None:
-            at = best["step"]
-            try:
-                of_best = state if at == step else checkpoints.restore(at, skeleton)[0]
-                best_weights = named_arrays(of_best.model)
-            except UserError as error:
-                self._say(str(error))
-                damaged |= {at} & set(checkpoints.steps)
-                if weights_step(self.path / "best.safetensors") != at:
-                    self._say("The best weights so far are lost.")
-                    best = None
-        checkpoints.close()
-        return Checkpoint(state, record, best, best_weights, sorted(damaged))
+        return Checkpoint(state, record)
 
-    def _newest(self, checkpoints: Checkpoints, skeleton: TrainState) -> tuple[TrainState, Record]:
-        for step in checkpoints.steps:
-            try:
-                return checkpoints.restore(step, skeleton)
-            except UserError as error:
-                self._say(f"{error} Looking for an older checkpoint.")
-        raise UserError(f"There is no checkpoint in {self.path} that is undamaged.")
+    def _newest(self, skeleton: TrainState) -> tuple[TrainState, Record]:
+        folder = self.path / "checkpoints"
+        checkpoints = Checkpoints(folder)
+        with contextlib.closing(checkpoints):
+            for step in list_steps(folder):
+                try:
+                    return checkpoints.restore(step, skeleton)
+                except UserError as error:
+                    log(f"{error} Looking for an older checkpoint.")
+        raise UserError(f"All checkpoints in {self.path} are damaged.")
 
     def resume(self, checkpoint: Checkpoint, config: Config) -> None:
-        """Bring the folder back to where `checkpoint` was written."""
+        """Bring the folder back to the state in which `checkpoint` was written."""
         record, folder = checkpoint.record, self.path / "checkpoints"
         step = record.position.step
         for changed in changed_sources(self.path, config.model):
-            self._say(f"{changed} has changed since the run began.")
+            log(f"{changed} has changed since the run began.")
         with self._writing():
-            for damaged in checkpoint.damaged:
-                self._set_aside(folder / str(damaged))
+            for damaged in list_steps(folder):
+                if damaged > step:
+                    self._set_aside(folder / str(damaged))
             for left in (*self.path.glob(".*.part"), self.path / "result.json"):
                 left.unlink(missing_ok=True)
-            self._take_back_lines(step)
+            self._truncate_metrics(step)
             if load_config(self.path / "config.json") != config:
                 save_config(config, self.path / "config.json")
-            if checkpoint.best_weights is not None:
-                assert checkpoint.best is not None
-                best = weights_to_bytes(checkpoint.best_weights, checkpoint.best["step"])
-                path = self.path / "best.safetensors"
-                if not path.is_file() or path.read_bytes() != best:
-                    write_atomically(path, best)
-        self.best = checkpoint.best
+        # It may be of a later step. Training then comes to that step again.
+        self.best = read_evaluated(self.path / "best.safetensors")
+        if self.best is None and step >= config.training.eval_every:
+            log("The best weights so far are lost: best.safetensors is missing or damaged.")
         self.last, self._saved = record.last, step
-        self._begin(config, record.corpus_sha256, seconds=record.seconds)
+        self._start(config, record.corpus_sha256, seconds=record.seconds)
 
     def _set_aside(self, checkpoint: Path) -> None:
-        """Move a damaged checkpoint out of Orbax's way, and keep it."""
-        aside = self.path / "damaged" / checkpoint.name
-        while aside.exists():
-            aside = aside.with_name(aside.name + "-again")
-        aside.parent.mkdir(exist_ok=True)
-        checkpoint.rename(aside)
+        """Move a damaged checkpoint, which Orbax would trip over, to `damaged/`."""
+        target = self.path / "damaged" / checkpoint.name
+        while target.exists():
+            target = target.with_name(target.name + "-again")
+        target.parent.mkdir(exist_ok=True)
+        checkpoint.rename(target)
 
-    def _take_back_lines(self, step: int) -> None:
-        """Leave out of `metrics.jsonl` what came after `step`, and what is no line of metrics."""
+    def _truncate_metrics(self, step: int) -> None:
+        """Remove from `metrics.jsonl` the lines after `step`, and what is no line of metrics."""
         path = self.path / "metrics.jsonl"
         if not path.exists():
-            self._say(f"{path} is missing, and begins anew.")
+            log(f"{path} is missing. A new one is started.")
             return
         lines = path.read_bytes().splitlines(keepends=True)
         kept = [line for line in lines if 0 < _step_of(line) <= step]
@@ -274,9 +240,8 @@ class RunFolder:
         }
         if val_loss is not None:
             self.last["val_loss"] = val_loss
-            # Of equals the latest, as Orbax takes it.
-            if self.best is None or val_loss <= self.best["val_loss"]:
-                self.best = {"step": progress.step, "val_loss": val_loss}
+            if self.best is None or val_loss <= self.best.val_loss:
+                self.best = Evaluated(progress.step, val_loss)
         if training.on_nonfinite == "skip":
             self.last["skipped"] = progress.position.skipped
         line = json.dumps(self.last, allow_nan=False) + "\n"
@@ -288,38 +253,37 @@ class RunFolder:
         step = progress.step
         if step == self._saved:
             return
+        if self._checkpoints is None:
+            folder, keep = self.path / "checkpoints", self._config.training.keep
+            self._checkpoints = Checkpoints(folder, keep, self._save_weights)
+        self._checkpoints.wait()  # `_save_weights` is done with the weights before
+        weights = named_arrays(progress.state.model)
+        self._weights = [("last", weights, Evaluated(step))]
+        if self.best is not None and self.best.step == step:
+            self._weights.append(("best", weights, self.best))
+        with self._writing():
+            if (self.path / "metrics.jsonl").exists():
+                sync(self.path / "metrics.jsonl")  # the checkpoint relies on it
         record = Record(
             position=progress.position,
             seconds=self.seconds,
-            best=self.best,
             last=self.last,
             corpus_sha256=self._corpus_sha256,
             devices=_devices(self._config),
         )
-        if self._checkpoints is None:
-            folder, keep = self.path / "checkpoints", self._config.training.keep
-            self._checkpoints = Checkpoints(folder, keep, self._save_weights)
-        self._checkpoints.wait()
-        is_best = self.best is not None and self.best["step"] == step
-        weights = named_arrays(progress.state.model)
-        self._weights = dict.fromkeys(("last", "best") if is_best else ("last",), (weights, step))
-        with self._writing():
-            if (self.path / "metrics.jsonl").exists():
-                sync(self.path / "metrics.jsonl")  # which the checkpoint relies on
-        evaluated = self.last.get("step") == step
-        self._checkpoints.save(
-            progress.state, record, self.last.get("val_loss") if evaluated else None
-        )
+        self._checkpoints.save(progress.state, record)
         self._saved, self._saved_at = step, time.monotonic()
 
     def _save_weights(self) -> None:
-        for name, (weights, step) in self._weights.items():
-            write_atomically(self.path / f"{name}.safetensors", weights_to_bytes(weights, step))
-        self._weights = {}
+        """Called before a checkpoint is complete: so the best weights are never older than the best
+        evaluation up to a checkpoint."""
+        for name, weights, evaluated in self._weights:
+            save_weights(self.path / f"{name}.safetensors", weights, evaluated)
+        self._weights = []
 
     @property
     def seconds(self) -> float:
-        """Since this was made, with the seconds of the processes before that trained the run."""
+        """Since this object was made, and in the processes that trained the run before."""
         return time.monotonic() - self._began_at
 
     @property
@@ -328,41 +292,46 @@ class RunFolder:
         return self._saved or 0
 
     def save_is_due(self) -> bool:
-        """Whether `training.save_seconds` have gone by since the last time."""
+        """Whether the last checkpoint is `training.save_seconds` old."""
         return time.monotonic() - self._saved_at >= self._config.training.save_seconds
 
     @contextlib.contextmanager
     def being_trained(self, tokenizer: Tokenizer) -> Iterator[None]:
-        """Around the loop: waits at its end until all is saved, and says what to do after an
-        error. A batch that is to blame for one is saved as `nonfinite.json`."""
+        """Around the training loop: waits at its end until everything is saved, and adds to an
+        error how to resume. A batch that made training diverge is saved as `nonfinite.json`."""
         try:
             yield
             if self._checkpoints is not None:
                 self._checkpoints.wait()
         except UserError as error:
-            with contextlib.suppress(UserError):  # a save under way may end well
+            with contextlib.suppress(UserError):  # a save in progress may still succeed
                 if self._checkpoints is not None:
                     self._checkpoints.wait()
             if not (self.path / "config.json").exists():
                 raise UserError(
                     f"The run folder {self.path} was deleted while it was trained."
                 ) from error
+            hint = self.resume_hint()
             if isinstance(error, DivergenceError):
                 self._save_diverged(error, tokenizer)
-                # To go on as it was would end in the same way.
+                # Resumed with the same settings, it would diverge again.
                 skip = ["--training.on-nonfinite", "skip"]
-                advice = "" if error.batch is None else f" {self.resume_hint(skip)}"
-                raise UserError(f"{error}{advice}") from error
-            raise UserError(f"{error} {self.resume_hint()}") from error
+                hint = "" if error.batch is None else self.resume_hint(skip)
+            raise UserError(f"{error} {hint}".rstrip()) from error
 
     def resume_hint(self, options: Sequence[str] = ()) -> str:
-        """A sentence on how to go on."""
+        """A sentence that gives the command to resume the run."""
         steps = list_steps(self.path / "checkpoints")
         if not steps:
             return "Nothing has been saved yet."
         custom = custom_options(self._config.model)
         words = ["python", "train.py", "--resume", str(self.path), *custom, *options]
-        return f"To go on from step {steps[0]}:\n    {shlex.join(words)}"
+        return f"To resume from step {steps[0]}:\n    {shlex.join(words)}"
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of `metrics.jsonl`."""
+        text = (self.path / "metrics.jsonl").read_text(encoding="utf-8")
+        return [json.loads(line) for line in text.splitlines()]
 
     def save_result(self, result: dict[str, Any]) -> None:
         """Write `result.json`."""
@@ -371,16 +340,15 @@ class RunFolder:
 
     def _save_diverged(self, diverged: DivergenceError, tokenizer: Tokenizer) -> None:
         """Write `nonfinite.json`."""
-        report = dict(diverged.report)
+        # JSON has no NaN and no infinity.
+        report = {k: str(v) if isinstance(v, float) else v for k, v in diverged.report.items()}
         if diverged.batch is not None:
             report["text"] = [decode(tokenizer, window) for window in diverged.batch]
             report["ids"] = diverged.batch.tolist()
-        # NaN and infinity are what this file is about, and JSON has no such numbers.
-        report = {k: str(v) if isinstance(v, float) else v for k, v in report.items()}
         with self._writing():
             write_json(self.path / "nonfinite.json", report)
 
-    def _begin(self, config: Config, corpus_sha256: str, seconds: float) -> None:
+    def _start(self, config: Config, corpus_sha256: str, seconds: float) -> None:
         self._config, self._corpus_sha256 = config, corpus_sha256
         self._saved_at = time.monotonic()
         self._began_at -= seconds
@@ -394,7 +362,7 @@ class RunFolder:
 
 
 def _step_of(line: bytes) -> int:
-    """The step of a line of metrics; 0 if it is none."""
+    """The step of a line of metrics; 0 for anything else."""
     try:
         step = json.loads(line)["step"]
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -1,14 +1,10 @@
-"""A finished run, or what there is of one, read: its model, tokenizer and config.
+"""A trained model, read from its run's folder."""
 
-Plain data throughout (folder.py lists the files): nothing in a run is ever executed.
-"""
-
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 import equinox as eqx
 import jax
@@ -16,17 +12,16 @@ import jax
 from gptlite.config import Config, UserError, Variant
 from gptlite.custom import load_custom, name_again
 from gptlite.files import read_json
-from gptlite.models.gpt import GPT
-from gptlite.runs.saved_config import load_config
-from gptlite.runs.sources import changed_sources
+from gptlite.models.gpt import GPT, make_model
+from gptlite.progress import log
+from gptlite.runs.saved_config import changed_sources, load_config
 from gptlite.runs.weights import load_weights
-from gptlite.text.corpus import Corpus, load_corpus
 from gptlite.text.tokenizer import Tokenizer, tokenizer_from_json
 
 
 @dataclass(frozen=True)
 class Run:
-    """A trained model and what belongs to it."""
+    """A trained model, and the config and tokenizer of its run."""
 
     path: Path
     config: Config
@@ -39,13 +34,12 @@ def load_run(
     which: Literal["best", "last"] = "best",
     *,
     custom: Mapping[str, Variant] = MappingProxyType({}),
-    say: Callable[[str], Any] = warnings.warn,
 ) -> Run:
     """Load a run's model, tokenizer and config.
 
-    `custom`: the custom blocks that it was made with, named again by their field, as in
-    `{"mlp": SineMLP}` or `{"mlp": "my_blocks.py:SineMLP"}`; the file is then executed. `say` is
-    called with a sentence if one has changed.
+    `custom`: the custom blocks that the run was made with, named again by their field, as in
+    `{"mlp": SineMLP}` or `{"mlp": "my_blocks.py:SineMLP"}`; the file is then executed. A line on
+    standard output says which of them have changed since.
 
     **Raises:** `UserError` if a file is missing, damaged or of another shape than the config says,
     or a custom block is not named.
@@ -56,19 +50,13 @@ def load_run(
     config = name_again(load_config(path / "config.json"), custom)
     load_custom(config.model)
     for changed in changed_sources(path, config.model):
-        say(f"{changed} has changed since {path} began.")
+        log(f"{changed} has changed since {path} began.")
     tokenizer = load_tokenizer(path)
-    skeleton = eqx.filter_eval_shape(
-        GPT,
-        config.model,
-        tokenizer.vocab_size,
-        padded_vocab_size=tokenizer.padded_vocab_size,
-        key=jax.random.key(0),
-    )
+    skeleton = eqx.filter_eval_shape(make_model, config.model, tokenizer, key=jax.random.key(0))
     if which == "best" and not (path / "best.safetensors").exists():
         raise UserError(
-            f"The run {path} has no best weights, for it has not been evaluated yet: take its last "
-            "ones (sample.py --weights last), or let it train on (train.py --resume)."
+            f"The run {path} has no best weights, because it has not been evaluated yet: use its "
+            "last ones (sample.py --weights last), or resume it (train.py --resume)."
         )
     model = load_weights(path / f"{which}.safetensors", skeleton)
     return Run(path, config, tokenizer, model)
@@ -83,14 +71,3 @@ def load_tokenizer(path: Path) -> Tokenizer:
         return tokenizer_from_json(read_json(path / "tokenizer.json"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path / 'tokenizer.json'} cannot be read: {error}") from error
-
-
-def load_corpus_again(name: str) -> Corpus:
-    """The corpus `name` of a run that is resumed.
-
-    **Raises:** `UserError` if it cannot be had.
-    """
-    try:
-        return load_corpus(name)
-    except UserError as error:
-        raise UserError(f"{error} --data.corpus may say where the run's text is now.") from error

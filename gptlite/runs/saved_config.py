@@ -1,22 +1,17 @@
-"""A run's config as a file, and what of it may change when the run is resumed."""
+"""The config in a run's folder, and copies of the files with its custom blocks.
+
+The copies are for people to read. They are never executed.
+"""
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
-from gptlite.config import (
-    Config,
-    DataConfig,
-    MeshConfig,
-    ModelConfig,
-    OptimizerConfig,
-    TrainingConfig,
-    UserError,
-    require,
-)
-from gptlite.files import read_json, write_json
+from gptlite.config import Config, ModelConfig, UserError, require
+from gptlite.custom import custom_sources
+from gptlite.files import read_json, write_atomically, write_json
 
-# What `--resume` may change, besides the name of the same text.
+# Fields that `--resume` may change, besides the name of the same text.
 RESUMABLE = {
     "data": ("corpus",),
     "training": (
@@ -43,15 +38,9 @@ def load_config(path: Path) -> Config:
     **Raises:** `UserError` if the file is no config of this version.
     """
     try:
-        sections: dict[str, dict[str, Any]] = read_json(path)
-        return Config(
-            data=DataConfig(**sections.pop("data")),
-            model=ModelConfig(**sections.pop("model")),
-            optimizer=OptimizerConfig(**sections.pop("optimizer")),
-            training=TrainingConfig(**sections.pop("training")),
-            mesh=MeshConfig(**sections.pop("mesh")),
-            **sections,
-        )
+        fields: dict[str, Any] = read_json(path)
+        sections = {name: kind(**fields.pop(name)) for name, kind in get_type_hints(Config).items()}
+        return Config(**sections, **fields)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is not a readable gptlite config: {error}") from error
 
@@ -66,3 +55,19 @@ def require_resumable(before: Config, after: Config) -> None:
         and (new := getattr(getattr(after, section), name)) != old
     ]
     require(not changed, f"These may not change on --resume: {'; '.join(changed)}.")
+
+
+def save_sources(run: Path, config: ModelConfig) -> None:
+    """Copy the files with the custom blocks of `config` into the run."""
+    for name, source in custom_sources(config).items():
+        (run / "custom").mkdir(exist_ok=True)
+        write_atomically(run / "custom" / name, source)
+
+
+def changed_sources(run: Path, config: ModelConfig) -> list[str]:
+    """The names of those files that differ from their copies in the run."""
+    return [
+        name
+        for name, source in custom_sources(config).items()
+        if (copy := run / "custom" / name).is_file() and copy.read_bytes() != source
+    ]

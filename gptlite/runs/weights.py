@@ -1,5 +1,9 @@
 """Arrays by name, and weights as a file that any safetensors reader opens."""
 
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,10 +15,19 @@ from jaxtyping import PyTree
 from safetensors import SafetensorError
 
 from gptlite.config import UserError
+from gptlite.files import write_atomically
 from gptlite.models.gpt import GPT
 from gptlite.sharding import path_name
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The step that weights are from, and their validation loss in nats a token, if known."""
+
+    step: int
+    val_loss: float = math.nan
 
 
 def named_leaves(tree: PyTree) -> dict[str, Any]:
@@ -65,18 +78,22 @@ def check_shapes(skeleton: PyTree, arrays: dict[str, Any], source: str) -> None:
         raise UserError(f"{source} hold {min(extra)}, which the config has no room for.")
 
 
-def weights_to_bytes(weights: dict[str, np.ndarray], step: int) -> bytes:
-    """A model's `named_arrays` after `step` steps, in the safetensors format."""
-    return safetensors.numpy.save(weights, {"step": str(step)})
+def save_weights(path: Path, weights: dict[str, np.ndarray], evaluated: Evaluated) -> None:
+    """Write a model's `named_arrays` in the safetensors format."""
+    # In one entry, because safetensors writes several in any order.
+    metadata = {"evaluated": json.dumps(dataclasses.asdict(evaluated))}
+    write_atomically(path, safetensors.numpy.save(weights, metadata))
 
 
-def weights_step(path: Path) -> int | None:
-    """The step that the weights in `path` are from; None if there are none that can be read."""
+def read_evaluated(path: Path) -> Evaluated | None:
+    """Step and validation loss of the weights in `path`; None if they cannot be read."""
     try:
         with safetensors.safe_open(path, "numpy") as file:
-            return int((file.metadata() or {})["step"])
-    except (OSError, SafetensorError, KeyError, ValueError):
+            found = json.loads((file.metadata() or {})["evaluated"])
+        evaluated = Evaluated(int(found["step"]), float(found["val_loss"]))
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError):
         return None
+    return evaluated if math.isfinite(evaluated.val_loss) else None
 
 
 def load_weights(path: Path, skeleton: GPT) -> GPT:

@@ -1,19 +1,20 @@
-"""Text to ids: a small corpus in memory, a large one in a file that is mapped into it."""
+"""Text to ids: a small corpus in memory, a large one in a memory-mapped file."""
 
 import hashlib
 import json
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from filelock import SoftFileLock
+from filelock import FileLock
 from jaxtyping import Integer
 
 from gptlite.config import DataConfig, UserError
 from gptlite.files import read_json, sha256_of, write_json
-from gptlite.text.corpus import DATA_FOLDER, Corpus, progress_bar
+from gptlite.progress import log, progress_bar
+from gptlite.text.corpus import DATA_FOLDER, Corpus
 from gptlite.text.tokenizer import Ids, Tokenizer
 
 # Characters up to which a corpus is kept in memory: at most 64 MB of ids.
@@ -25,11 +26,11 @@ class Split:
     """A corpus as ids."""
 
     train: Ids
-    """To train on. Of a large corpus: mapped from a file."""
+    """The training ids. Of a large corpus: a memory-mapped file."""
     validation: Integer[np.ndarray, " validation_tokens"]
-    """To validate on."""
+    """The validation ids."""
     validation_bytes: int
-    """UTF-8 bytes of `validation` without its first token, which nothing predicts."""
+    """UTF-8 bytes of `validation` without its first token, which is not predicted."""
 
 
 def split_corpus(
@@ -39,13 +40,12 @@ def split_corpus(
     *,
     folder: Path = DATA_FOLDER / "tokens",
     in_memory: int = IN_MEMORY,
-    say: Callable[[str], None] = print,
 ) -> Split:
     """The first 90 % of the characters of `corpus` for training, the first `validation_tokens` of
-    the rest for validation, each encoded by itself.
+    the rest for validation. The two parts are encoded separately.
 
-    A corpus of more than `in_memory` characters is encoded piece by piece into a file in `folder`,
-    under a name made of the text's and the tokenizer's checksums, where it is found again.
+    A corpus of more than `in_memory` characters is encoded piece by piece into a file in `folder`.
+    Its name is made of the checksums of text and tokenizer, so that it is encoded only once.
 
     **Raises:** `UserError` if a character is not in the vocabulary or the file cannot be written.
     """
@@ -61,10 +61,10 @@ def split_corpus(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # One process writes, the others wait for it.
-        with SoftFileLock(folder / f".{key}.lock"):
+        with FileLock(folder / f".{key}.lock"):
             split = _mapped(path, meta, tokenizer)
             if split is None:
-                say(f"encoding {corpus.characters:,} characters, once, into {path}")
+                log(f"encoding {corpus.characters:,} characters, once, into {path}")
                 _write(path, meta, corpus, tokenizer, validation_tokens)
                 split = _mapped(path, meta, tokenizer)
     except OSError as error:
@@ -76,15 +76,20 @@ def split_corpus(
 def _encoded(
     corpus: Corpus, tokenizer: Tokenizer, validation_tokens: int
 ) -> tuple[Iterator[Ids], Iterator[Ids]]:
-    """The ids of the two parts, in pieces; the first is to be read to its end before the second.
+    """The ids of the two parts, in pieces. The first must be read to its end before the second.
 
-    **Raises:** `UserError`, at their end, if the text is no longer the one that was surveyed.
+    **Raises:** `UserError`, at their end, if the text has changed since it was surveyed.
     """
     cut = int(0.9 * corpus.characters)
-    pieces = _watched(_broken_at(cut, corpus.pieces()), corpus)
+    pieces = _split_at(cut, _checked(corpus))
 
     def validation() -> Iterator[Ids]:
-        yield from _first(validation_tokens, encode_pieces(tokenizer, pieces))
+        left = validation_tokens
+        for ids in encode_pieces(tokenizer, pieces):
+            yield ids[:left]
+            left -= len(ids)
+            if left <= 0:
+                break
         for _ in pieces:  # to the end, for the checksum
             pass
 
@@ -104,10 +109,11 @@ def encode_pieces(tokenizer: Tokenizer, pieces: Iterator[str]) -> Iterator[Ids]:
         yield tokenizer.encode(rest)
 
 
-def _watched(pieces: Iterator[str], corpus: Corpus) -> Iterator[str]:
+def _checked(corpus: Corpus) -> Iterator[str]:
+    """The pieces of `corpus`, with a progress bar and a check of the text's checksum."""
     checksum = hashlib.sha256()
-    with progress_bar("encoding", corpus.characters) as bar:
-        for piece in pieces:
+    with progress_bar("encoding", corpus.characters, unit=" characters", delay=2.0) as bar:
+        for piece in corpus.pieces():
             checksum.update(piece.encode("utf-8", "surrogatepass"))
             yield piece
             bar.update(len(piece))
@@ -115,26 +121,18 @@ def _watched(pieces: Iterator[str], corpus: Corpus) -> Iterator[str]:
         raise UserError(f"The corpus {corpus.name} was changed while it was read.")
 
 
-def _broken_at(cut: int, pieces: Iterator[str]) -> Iterator[str]:
-    place = 0
+def _split_at(cut: int, pieces: Iterator[str]) -> Iterator[str]:
+    """The pieces, with one that goes beyond character `cut` split there."""
     for piece in pieces:
-        inside = cut - place
-        yield from (piece[:inside], piece[inside:]) if 0 < inside < len(piece) else (piece,)
-        place += len(piece)
+        yield from (piece[:cut], piece[cut:]) if 0 < cut < len(piece) else (piece,)
+        cut -= len(piece)
 
 
 def _take(characters: int, pieces: Iterator[str]) -> Iterator[str]:
-    """Pieces of so many characters in all."""
+    """The first pieces, with so many characters in total."""
     while characters > 0 and (piece := next(pieces, None)) is not None:
         characters -= len(piece)
         yield piece
-
-
-def _first(count: int, parts: Iterator[Ids]) -> Iterator[Ids]:
-    """The first so many ids."""
-    while count > 0 and (part := next(parts, None)) is not None:
-        yield part[:count]
-        count -= len(part)
 
 
 def _write(
@@ -156,7 +154,7 @@ def _write(
 
 
 def _mapped(path: Path, meta: Path, tokenizer: Tokenizer) -> Split | None:
-    """What `_write` wrote; None if it is not there, or not as it was."""
+    """What `_write` wrote; None if it is missing or damaged."""
     try:
         record = read_json(meta)
         if _checksum(path, record["counts"]) != record["checksum"]:
@@ -177,11 +175,11 @@ def _dtype(tokenizer: Tokenizer) -> np.dtype:
 
 
 def _checksum(path: Path, counts: list[int]) -> str:
-    """Of the ids in `path`, and how many are in each part."""
+    """A checksum of the ids in `path` and of the number of ids in each part."""
     return hashlib.sha256(f"{sha256_of(path)} {counts}".encode()).hexdigest()
 
 
 def _bytes_of(validation: Ids, tokenizer: Tokenizer) -> int:
-    """UTF-8 bytes of `validation` but its first token."""
+    """UTF-8 bytes of `validation` without its first token."""
     lengths = [len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)]
     return int(np.array(lengths)[validation[1:]].sum())

@@ -1,13 +1,12 @@
 """Training of any model, on any batches, in one call."""
 
-import sys
 from collections.abc import Callable
 from typing import TypeVar
 
 import equinox as eqx
-from tqdm import tqdm
 
 from gptlite.config import OptimizerConfig, TrainingConfig
+from gptlite.progress import log, progress_bar
 from gptlite.sharding import make_mesh
 from gptlite.training.fit import BatchOf, fit
 from gptlite.training.optimizer import is_parameter
@@ -25,7 +24,7 @@ def train(
     *,
     counts: Counts | None = None,
     trainable: Trainable = is_parameter,
-    look: Callable[[M], str] = lambda model: "",
+    evaluate: Callable[[M], str] = lambda model: "",
 ) -> M:
     """A copy of `model`, trained for `training.steps` steps. Progress is shown on the way.
 
@@ -40,8 +39,8 @@ def train(
       `TrainSteps`.
     - `batch(step)`: NumPy arrays, in any pytree, that begin with an axis of `training.batch_size`.
       The same for the same step, if training is to be repeatable. Called on a thread.
-    - `look(model)`: called every `training.eval_every` steps and at the end; what it returns is
-      shown. The model that it is given lives until it returns.
+    - `evaluate(model)`: called every `training.eval_every` steps and at the end. What it returns is
+      printed. The model that it is given lives until it returns.
 
     **Raises:** `UserError` if the devices cannot share a batch, the optimizer does not fit the
     model, or a batch has not the size or the shapes that it should; `DivergenceError` at a loss or
@@ -50,15 +49,13 @@ def train(
     train_steps = TrainSteps(
         model, optimizer, training, make_mesh(), losses=losses, counts=counts, trainable=trainable
     )
-    silent = not sys.stdout.isatty()
-    with tqdm(total=training.steps, unit="step", file=sys.stdout, disable=silent) as bar:
+    with progress_bar("training", training.steps, unit="step") as bar:
         for progress in fit(train_steps.init(model), train_steps, batch):
             model = progress.model
             loss = "none" if progress.train_loss is None else f"{progress.train_loss:.4f}"
             bar.set_postfix_str(f"loss {loss}", refresh=False)
             bar.update(progress.step - bar.n)
             if progress.evaluation_due:
-                line = f"step {progress.step}/{training.steps}  loss {loss}  {look(model)}"
-                tqdm.write(line.rstrip(), sys.stdout)
-                sys.stdout.flush()
+                line = f"step {progress.step}/{training.steps}  loss {loss}  {evaluate(model)}"
+                log(line.rstrip())
     return model

@@ -1,8 +1,7 @@
 import itertools
 
 import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from gptlite.generation.text import TextStream
 from gptlite.text.tokenizer import ByteTokenizer

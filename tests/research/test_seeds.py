@@ -9,7 +9,7 @@ import pytest
 from conftest import TEXT, TINY
 
 from gptlite.config import Config, TrainingConfig
-from gptlite.models.gpt import GPT
+from gptlite.models.gpt import make_model
 from gptlite.research.seeds import fit_seeds
 from gptlite.sharding import make_mesh
 from gptlite.text.batches import Batches
@@ -30,20 +30,16 @@ CONFIG = Config(
 )
 
 
-def make_model(key):
-    return GPT(CONFIG.model, TOKENIZER.vocab_size, key=key)
-
-
 @pytest.fixture(scope="module")
 def three():
     # Three on two devices: one of them has a gap to fill.
-    return list(fit_seeds(CONFIG, make_model, [3, 0, 7], SPLIT))
+    return list(fit_seeds(CONFIG, TOKENIZER, [3, 0, 7], SPLIT))
 
 
 def test_it_yields_where_it_should(three):
     assert {6, 8, 14, 16} <= {progress.step for progress in three}
-    looked = [progress.step for progress in three if progress.val_losses is not None]
-    assert looked == [8, 16]
+    evaluated = [progress.step for progress in three if progress.val_losses is not None]
+    assert evaluated == [8, 16]
     assert {progress.steps for progress in three} == {16}
     assert len(set(three[-1].val_losses)) == 3
 
@@ -53,7 +49,7 @@ def test_a_seed_gets_what_it_would_get_alone(three, place, seed):
     training = dataclasses.replace(CONFIG.training, seed=seed)
     config = dataclasses.replace(CONFIG, training=training)
     model_key, _ = jax.random.split(jax.random.key(seed))
-    model = eqx.filter_jit(make_model)(model_key)
+    model = eqx.filter_jit(make_model)(CONFIG.model, TOKENIZER, key=model_key)
     train_steps = TrainSteps(model, config.optimizer, training, make_mesh())
     evaluate = Evaluation(SPLIT.validation, TINY.context_length, train_steps.mesh)
     batches = Batches(SPLIT.train, 4, TINY.context_length, seed)

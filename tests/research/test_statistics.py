@@ -46,7 +46,7 @@ def test_what_is_said():
     }
     for words, verdict in judge(base, variants).items():
         assert verdict.words == words
-    assert judge([1.0], {"a": [0.5]})["a"].words == "one seed tells nothing"
+    assert judge([1.0], {"a": [0.5]})["a"].words == "one seed is not enough"
     same = judge(base, {"a": base})["a"]
     assert (same.p, same.words) == (1.0, "no difference found at this size")
 

@@ -20,20 +20,26 @@ from gptlite.models.gpt import GPT
 from gptlite.runs.find import newest_run
 from gptlite.runs.load import load_run
 from gptlite.runs.saved_config import load_config, save_config
-from gptlite.runs.weights import load_weights, named_arrays, weights_step, weights_to_bytes
+from gptlite.runs.weights import (
+    Evaluated,
+    load_weights,
+    named_arrays,
+    read_evaluated,
+    save_weights,
+)
 from gptlite.text.tokenizer import make_tokenizer
 
 TOKENIZER = make_tokenizer("char", TEXT)
 CONFIG = Config(model=TINY)
 MODEL = eqx.filter_jit(GPT)(TINY, TOKENIZER.vocab_size, key=jax.random.key(0))
-WEIGHTS = weights_to_bytes(named_arrays(MODEL), 7)
+SAVED = Evaluated(7, 1.5)
 
 
 def write_run(path: Path) -> Path:
     path.mkdir(parents=True)
     save_config(CONFIG, path / "config.json")
     write_json(path / "tokenizer.json", TOKENIZER.to_json())
-    (path / "best.safetensors").write_bytes(WEIGHTS)
+    save_weights(path / "best.safetensors", named_arrays(MODEL), SAVED)
     return path
 
 
@@ -64,7 +70,7 @@ def test_an_edited_config_is_read_and_checked(run):
 
 
 def test_names_and_layouts_are_those_of_the_readme():
-    arrays = safetensors.numpy.load(WEIGHTS)
+    arrays = named_arrays(MODEL)
     assert {name: array.shape for name, array in arrays.items()} == {
         "embedding.weight": (TOKENIZER.vocab_size, 16),
         "previous.0.weight": (TOKENIZER.vocab_size, 16),
@@ -91,7 +97,7 @@ def rewrite(path, change):
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda p: (p / "best.safetensors").unlink(), "not been evaluated yet: take its last ones"),
+        (lambda p: (p / "best.safetensors").unlink(), "not been evaluated yet: use its last ones"),
         (lambda p: (p / "best.safetensors").write_bytes(b"\x00" * 100), "cannot be read"),
         (
             lambda p: rewrite(p / "best.safetensors", lambda a: a.pop("norm.weight")),
@@ -149,14 +155,17 @@ def test_no_run_yet_says_what_to_do(tmp_path):
 
 
 def test_weights_know_their_step_and_those_of_other_programs_are_read(tmp_path):
-    (tmp_path / "ours").write_bytes(WEIGHTS)
-    assert weights_step(tmp_path / "ours") == 7
-    assert weights_step(tmp_path / "absent") is None
-    (tmp_path / "theirs").write_bytes(safetensors.numpy.save(named_arrays(MODEL)))
-    assert eqx.tree_equal(load_weights(tmp_path / "theirs", MODEL), MODEL)
-    assert weights_step(tmp_path / "theirs") is None
-    (tmp_path / "ours").write_bytes(WEIGHTS[:-1])
-    assert weights_step(tmp_path / "ours") is None
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    save_weights(ours, named_arrays(MODEL), SAVED)
+    assert read_evaluated(ours) == SAVED
+    assert read_evaluated(tmp_path / "absent") is None
+    theirs.write_bytes(safetensors.numpy.save(named_arrays(MODEL)))
+    assert eqx.tree_equal(load_weights(theirs, MODEL), MODEL)
+    assert read_evaluated(theirs) is None
+    ours.write_bytes(ours.read_bytes()[:-1])
+    assert read_evaluated(ours) is None
+    save_weights(ours, named_arrays(MODEL), Evaluated(7))  # not evaluated
+    assert read_evaluated(ours) is None
 
 
 def header(length: int, entry: dict) -> bytes:

@@ -9,8 +9,8 @@ import pytest
 
 from gptlite.config import UserError
 from gptlite.text import corpus as corpus_module
-from gptlite.text.corpus import SHAKESPEARE_SHA256, load_corpus
-from gptlite.text.download import download_shakespeare
+from gptlite.text.corpus import load_corpus
+from gptlite.text.shakespeare import SHA256, download_shakespeare
 
 
 def unreachable(seconds):
@@ -53,7 +53,7 @@ def test_shakespeare_is_downloaded_checked_and_kept(tmp_path, shakespeare):
     corpus = load_corpus(
         "shakespeare", data_folder=tmp_path / "data", download=lambda _: shakespeare.encode()
     )
-    assert corpus.sha256 == SHAKESPEARE_SHA256
+    assert corpus.sha256 == SHA256
     assert len(corpus.text) == 1_115_394
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["tinyshakespeare.txt"]
     assert load_corpus("auto", data_folder=tmp_path / "data", download=unreachable) == corpus
@@ -69,14 +69,13 @@ def test_what_is_not_shakespeare_is_neither_used_nor_kept(tmp_path):
     assert (tmp_path / "tinyshakespeare.txt").read_text() == "To be or not"
 
 
-def test_offline_the_default_falls_back_and_says_so(tmp_path):
-    said = []
-    corpus = load_corpus("auto", data_folder=tmp_path, download=unreachable, say=said.append)
+def test_offline_the_default_falls_back_and_says_so(tmp_path, capsys):
+    corpus = load_corpus("auto", data_folder=tmp_path, download=unreachable)
     assert corpus.name == "pydoc"
     assert corpus == load_corpus("pydoc")
     assert len(corpus.text) > 300_000
-    fetching, paragraph = said
-    assert "fetching" in fetching
+    downloading, paragraph = capsys.readouterr().out.splitlines()
+    assert "downloading" in downloading
     for words in ("no route to host", str(tmp_path / "tinyshakespeare.txt"), "pydoc"):
         assert words in paragraph
 
@@ -154,7 +153,6 @@ def test_the_deadline_is_ten_seconds():
     load_corpus(
         "auto",
         data_folder=corpus_module.DATA_FOLDER / "nowhere",
-        say=lambda _: None,
         download=lambda seconds: asked.append(seconds) or unreachable(seconds),
     )
     assert asked == [10.0]

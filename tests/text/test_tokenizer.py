@@ -3,8 +3,7 @@ import json
 import numpy as np
 import pytest
 import tiktoken
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from gptlite.config import UserError
 from gptlite.text.tokenizer import (

@@ -269,9 +269,7 @@ def test_devices_that_cannot_share_the_batch_are_named():
 
 
 def test_a_text_in_a_file_trains_like_one_in_memory(finished, tmp_path):
-    split = split_corpus(
-        text_corpus(TEXT), TOKENIZER, folder=tmp_path, in_memory=0, say=lambda _: None
-    )
+    split = split_corpus(text_corpus(TEXT), TOKENIZER, folder=tmp_path, in_memory=0)
     assert isinstance(split.train, np.memmap)
     records, arrays = run(CONFIG, split)
     assert records == finished[0]

@@ -51,7 +51,7 @@ def trained(model):
         looks.append(float(found.mean()))
         return "looked"
 
-    return train(model, losses, batch, OptimizerConfig(), TRAINING, look=look), looks
+    return train(model, losses, batch, OptimizerConfig(), TRAINING, evaluate=look), looks
 
 
 def test_it_learns_what_only_both_ways_can_tell(trained, model, capsys):

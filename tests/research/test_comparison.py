@@ -8,10 +8,10 @@ from conftest import TEXT, TINY, refusal
 
 from gptlite.cli import parse_compare
 from gptlite.config import Config, OptimizerConfig, TrainingConfig, UserError
-from gptlite.research import study as study_module
-from gptlite.research.report import draw, table, to_csv
+from gptlite.research import comparison as comparison_module, plots
+from gptlite.research.comparison import Comparison
+from gptlite.research.report import table, to_csv
 from gptlite.research.seeds import SeedsProgress
-from gptlite.research.study import Study
 from gptlite.text.corpus import text_corpus
 from gptlite.text.tokenizer import make_tokenizer
 from gptlite.text.tokens import split_corpus
@@ -35,7 +35,7 @@ def trained(monkeypatch):
     """What is trained, made up: seed s of the base ends at 2 + s / 10, of others 0.1 below it."""
     asked = []
 
-    def fit_seeds(config, make_model, seeds, split):
+    def fit_seeds(config, tokenizer, seeds, split):
         asked.append((config.model.n_layers, config.training.steps, list(seeds)))
         gain = 0.0 if config.model.n_layers == 1 else 0.1
         looks = max(2, config.training.steps // config.training.steps_per_dispatch)
@@ -48,12 +48,12 @@ def trained(monkeypatch):
                 step_seconds=look * config.model.n_layers * 1.0,
             )
 
-    monkeypatch.setattr(study_module, "fit_seeds", fit_seeds)
+    monkeypatch.setattr(comparison_module, "fit_seeds", fit_seeds)
     return asked
 
 
-def study(folder, equal="steps"):
-    return Study(folder, BASE, equal, TOKENIZER, SPLIT, "0" * 64)
+def comparison(folder, equal="steps"):
+    return Comparison(folder, BASE, equal, TOKENIZER, SPLIT, "0" * 64)
 
 
 def run(it, name, config, seeds, at_once=None):
@@ -61,71 +61,69 @@ def run(it, name, config, seeds, at_once=None):
 
 
 def test_what_is_done_is_not_done_again(trained, tmp_path):
-    run(study(tmp_path), "base", BASE, range(2))
-    run(study(tmp_path), "base", BASE, range(2))
+    run(comparison(tmp_path), "base", BASE, range(2))
+    run(comparison(tmp_path), "base", BASE, range(2))
     assert trained == [(1, 8, [0, 1])]
-    run(study(tmp_path), "base", BASE, range(5), at_once=2)
+    run(comparison(tmp_path), "base", BASE, range(5), at_once=2)
     assert trained[1:] == [(1, 8, [2, 3]), (1, 8, [4])]
-    result = study(tmp_path).result("base", BASE, range(5))
+    result = comparison(tmp_path).result("base", BASE, range(5))
     assert result.losses == pytest.approx([2.0, 2.1, 2.2, 2.3, 2.4])
-    assert result.looks == [4, 8]
+    assert result.evaluated_at == [4, 8]
     assert result.curves[3] == pytest.approx([3.3, 2.3])
-    assert study(tmp_path).trained("base", BASE, range(9)) == [0, 1, 2, 3, 4]
+    assert comparison(tmp_path).trained("base", BASE, range(9)) == [0, 1, 2, 3, 4]
 
 
 def test_a_stop_loses_only_what_was_under_way(trained, tmp_path):
-    training = study(tmp_path).train("base", BASE, range(4), at_once=2)
+    training = comparison(tmp_path).train("base", BASE, range(4), at_once=2)
     for progress in training:
         if len(trained) == 2 and progress.step == 4:
             break
     del training
-    assert study(tmp_path).trained("base", BASE, range(4)) == [0, 1]
+    assert comparison(tmp_path).trained("base", BASE, range(4)) == [0, 1]
 
 
 def test_another_variant_under_the_same_name_is_refused(trained, tmp_path):
-    run(study(tmp_path), "a", BASE, range(2))
-    with pytest.raises(
-        UserError, match=r"a-.*\.json was trained with another model\.n_layers, ano"
-    ):
-        run(study(tmp_path), "a", DEEPER, range(2))
-    with pytest.raises(UserError, match="another base, another equal"):
-        run(study(tmp_path, "flops"), "a", BASE, range(2))
+    run(comparison(tmp_path), "a", BASE, range(2))
+    with pytest.raises(UserError, match=r"a-.*\.json was trained with another model\.n_layers: "):
+        run(comparison(tmp_path), "a", DEEPER, range(2))
+    with pytest.raises(UserError, match="another --equal:"):
+        run(comparison(tmp_path, "flops"), "a", BASE, range(2))
     idle = dataclasses.replace(BASE.training, save_seconds=7, cpu_devices=1)
-    run(study(tmp_path), "a", dataclasses.replace(BASE, training=idle), range(2))
+    run(comparison(tmp_path), "a", dataclasses.replace(BASE, training=idle), range(2))
     assert len(trained) == 1
     (file,) = tmp_path.glob("*.json")
     file.write_bytes(file.read_bytes().replace(b"curves", b"curvos"))
     with pytest.raises(UserError, match=r"a-.*\.json is damaged"):
-        run(study(tmp_path), "a", BASE, range(2))
+        run(comparison(tmp_path), "a", BASE, range(2))
 
 
 def test_long_and_similar_names_have_files_of_their_own(trained, tmp_path):
     for name in ("a/b", "a_b", "a" * 1000):
-        run(study(tmp_path), name, BASE, range(2))
+        run(comparison(tmp_path), name, BASE, range(2))
     assert len(list(tmp_path.glob("*.json"))) == len(trained) == 3
 
 
 def test_a_seed_that_diverges_is_kept_and_said(monkeypatch, tmp_path):
-    def fit_seeds(config, make_model, seeds, split):
+    def fit_seeds(config, tokenizer, seeds, split):
         losses = [math.nan if config is not BASE and seed == 1 else 2.0 + seed for seed in seeds]
         yield SeedsProgress(8, 8, losses, 1.0)
 
-    monkeypatch.setattr(study_module, "fit_seeds", fit_seeds)
-    monkeypatch.setattr(study_module, "_with_steps", lambda config, steps: config)
-    it, results = study(tmp_path), []
+    monkeypatch.setattr(comparison_module, "fit_seeds", fit_seeds)
+    monkeypatch.setattr(comparison_module, "_with_steps", lambda config, steps: config)
+    it, results = comparison(tmp_path), []
     for name, config in (("base", BASE), ("n_layers=3", DEEPER)):
         run(it, name, config, range(3))
         results.append(it.result(name, config, range(3)))
     assert "diverged (1 of 3 seeds)" in table(results)
     assert "the base diverged (1 of 3 seeds)" in table(results[::-1])
     assert "diverged" in to_csv(results)
-    draw(results, tmp_path / "picture.png")
+    plots.comparison(results).savefig(tmp_path / "picture.png")
 
 
 def test_equal_flops_and_equal_time(trained, tmp_path):
     (tmp_path / "flops").mkdir()
     (tmp_path / "time").mkdir()
-    by_flops = study(tmp_path / "flops", "flops")
+    by_flops = comparison(tmp_path / "flops", "flops")
     base = run(by_flops, "base", BASE, range(2))
     deeper = run(by_flops, "deeper", DEEPER, range(2))
     one, three = (
@@ -134,14 +132,14 @@ def test_equal_flops_and_equal_time(trained, tmp_path):
     )
     assert base[-1].step == 8
     assert deeper[-1].step == round(8 * one.flops_per_token / three.flops_per_token) < 8
-    by_time = study(tmp_path / "time", "time")
+    by_time = comparison(tmp_path / "time", "time")
     run(by_time, "base", BASE, range(2))
     deeper = run(by_time, "deeper", DEEPER, range(2))
     assert deeper[-1].step == 3  # a third of the steps, as the made-up seconds say
 
 
 def test_the_report(trained, tmp_path):
-    it, results = study(tmp_path), []
+    it, results = comparison(tmp_path), []
     for name, config in (("base", BASE), ("n_layers=3", DEEPER)):
         run(it, name, config, range(3))
         results.append(it.result(name, config, range(3)))
@@ -155,7 +153,7 @@ def test_the_report(trained, tmp_path):
     assert [float(base[f"val_loss_seed_{seed}"]) for seed in range(3)] == results[0].losses
     assert float(deeper["difference"]) == pytest.approx(-0.0999)
     assert (base["verdict"], deeper["verdict"]) == ("", "better")
-    draw(results, tmp_path / "picture.png")
+    plots.comparison(results).savefig(tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 

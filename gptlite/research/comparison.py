@@ -1,4 +1,4 @@
-"""Variants trained from several seeds, and what is kept of each, so that nothing is done twice."""
+"""Variants trained from several seeds. Each is kept, so that nothing is trained twice."""
 
 import dataclasses
 import functools
@@ -7,21 +7,21 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import equinox as eqx
 import jax
-from jaxtyping import PRNGKeyArray
 
 from gptlite.config import Config, UserError
 from gptlite.custom import custom_sources
 from gptlite.files import read_json, write_json
-from gptlite.models.gpt import GPT
+from gptlite.models.gpt import make_model
 from gptlite.models.summary import activation_bytes, count_parameters, flops_per_token
 from gptlite.research.seeds import SeedsProgress, fit_seeds
+from gptlite.research.statistics import Verdict, judge
 from gptlite.text.tokenizer import Tokenizer
 from gptlite.text.tokens import Split
 
@@ -33,28 +33,34 @@ MEMORY_SHARE = 0.6
 
 @dataclass(frozen=True)
 class Result:
-    """A variant, trained. Losses are in nats a token."""
+    """A trained variant. Losses are in nats a token."""
 
     name: str
     steps: int
     parameters: int
     flops_per_token: int
     """Of training."""
-    looks: Sequence[int]
-    """The steps at which there was an evaluation."""
+    evaluated_at: Sequence[int]
+    """The steps with an evaluation."""
     curves: dict[int, Sequence[float]]
-    """For each seed, the validation loss at each of `looks`."""
+    """For each seed, the validation loss at each of `evaluated_at`."""
     seconds: float
     """A seed's share of the time that steps took."""
 
     @property
     def losses(self) -> list[float]:
-        """Of each seed, at the end."""
+        """The last validation loss of each seed."""
         return [curve[-1] for curve in self.curves.values()]
 
 
-class Study:
-    """A folder with a file for each variant, all trained on the same text."""
+def verdicts(results: Sequence[Result]) -> dict[str, Verdict]:
+    """Each variant's verdict against the first result, the base."""
+    base, *others = results
+    return judge(base.losses, {result.name: result.losses for result in others})
+
+
+class Comparison:
+    """A folder with a JSON file for each variant, all trained on the same text."""
 
     def __init__(
         self,
@@ -71,22 +77,23 @@ class Study:
         self._cost = functools.cache(self._count_cost)  # traces the model, forward and backward
 
     def trained(self, name: str, config: Config, seeds: Sequence[int]) -> list[int]:
-        """Which of `seeds` have been trained.
+        """Those of `seeds` that have been trained.
 
-        **Raises:** `UserError` if the variant kept under that name is another one.
+        **Raises:** `UserError` if the file of that name is of another variant, or damaged.
         """
-        kept = self._read(name, config)
-        return [seed for seed in seeds if str(seed) in kept["curves"]]
+        curves = self._read(name, config)["curves"]
+        return [seed for seed in seeds if str(seed) in curves]
 
     def result(self, name: str, config: Config, seeds: Sequence[int]) -> Result:
-        """What is kept of the variant, all `seeds` of which have been trained."""
+        """The result of a variant, all `seeds` of which have been trained."""
         kept = self._read(name, config)
+        parameters, flops = self._cost(config)
         return Result(
             name=name,
             steps=kept["steps"],
-            parameters=kept["parameters"],
-            flops_per_token=kept["flops_per_token"],
-            looks=kept["looks"],
+            parameters=parameters,
+            flops_per_token=flops,
+            evaluated_at=kept["evaluated_at"],
             curves={
                 seed: [math.nan if x is None else x for x in kept["curves"][str(seed)]]
                 for seed in seeds
@@ -97,121 +104,115 @@ class Study:
     def train(
         self, name: str, config: Config, seeds: Sequence[int], at_once: int | None = None
     ) -> Iterator[SeedsProgress]:
-        """Train what is missing of the variant, `at_once` seeds at a time (by default as many as
-        fit into memory), and keep it.
+        """Train those of `seeds` that have not been trained, `at_once` at a time (default: as many
+        as fit into memory), and keep them.
 
-        **Raises:** `UserError` if what is kept under that name is another variant's, or the folder
-        cannot be written.
+        **Raises:** `UserError` as `trained` does, or if the folder cannot be written.
         """
         kept = self._read(name, config)
         missing = [seed for seed in seeds if str(seed) not in kept["curves"]]
         if not missing:
             return
-        at_once = self._fitting(config) if at_once is None else at_once
+        at_once = self._seeds_that_fit(config) if at_once is None else at_once
         if kept["steps"] is None:
             kept["steps"] = self._choose_steps(config, min(at_once, len(missing)))
         config = _with_steps(config, kept["steps"])
         for first in range(0, len(missing), at_once):
             group = missing[first : first + at_once]
-            looks, curves, progress = [], [], None
-            for progress in fit_seeds(config, self._maker(config), group, self._split):
+            steps, curves, progress = [], [], None
+            for progress in fit_seeds(config, self._tokenizer, group, self._split):
                 if progress.val_losses is not None:
-                    looks.append(progress.step)
+                    steps.append(progress.step)
                     curves.append(progress.val_losses)
                 yield progress
             assert progress is not None
-            kept["looks"] = looks
+            kept["evaluated_at"] = steps
             for seed, curve in zip(group, zip(*curves, strict=True), strict=True):
-                # JSON has no number that is not finite.
+                # JSON has no NaN and no infinity.
                 kept["curves"][str(seed)] = [x if math.isfinite(x) else None for x in curve]
-            kept["seconds"] |= {str(seed): progress.step_seconds / len(group) for seed in group}
+                kept["seconds"][str(seed)] = progress.step_seconds / len(group)
+            path = self._path(name)
             try:
-                write_json(self._path(name), kept)
+                write_json(path, kept)
             except OSError as error:
-                raise UserError(
-                    f"{self._path(name)} cannot be written: {error.strerror}."
-                ) from error
+                raise UserError(f"{path} cannot be written: {error.strerror}.") from error
 
     def _path(self, name: str) -> Path:
-        # Characters and a length that any file system takes, and no two names alike.
+        # Characters and a length that any file system takes, and different for different names.
         readable = re.sub(r"[^A-Za-z0-9=._+-]", "_", name)[:80]
         return self._folder / f"{readable}-{hashlib.sha256(name.encode()).hexdigest()[:8]}.json"
 
     def _read(self, name: str, config: Config) -> dict[str, Any]:
-        parameters, flops = self._cost(config)
-        about = {
-            "config": _what_counts(config),
-            # By which the steps were chosen.
-            "base": None if self._equal == "steps" else _what_counts(self._base),
-            "tokenizer": self._tokenizer.to_json(),
-            "equal": self._equal,
-            "corpus_sha256": self._corpus_sha256,
-            "custom": {
-                file: hashlib.sha256(source).hexdigest()
-                for file, source in custom_sources(config.model).items()
-            },
-            "parameters": parameters,
-            "flops_per_token": flops,
-        }
+        """What is kept of a variant, or an empty record."""
+        settings = self._settings(config)
         path = self._path(name)
         if not path.exists():
-            return about | {"steps": None, "looks": [], "curves": {}, "seconds": {}}
+            empty = {"steps": None, "evaluated_at": [], "curves": {}, "seconds": {}}
+            return {"settings": settings, **empty}
         try:
             kept = read_json(path)
-            missing = {"steps", "looks", "curves", "seconds"} - kept.keys()
+            before = dict(kept["settings"])
+            missing = {"steps", "evaluated_at", "curves", "seconds"} - kept.keys()
             if missing:
                 raise ValueError(f"it has no {min(missing)}")
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path} is damaged: {error}. Delete it to train it anew.") from error
-        changed = [key for key, value in about.items() if kept.get(key) != value]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path} is damaged: {error}. Delete it to train it again.") from error
+        names = sorted(settings.keys() | before.keys())
+        changed = [name for name in names if settings.get(name) != before.get(name)]
+        if "--equal" in changed:  # which decides if there are fields of the base
+            changed = ["--equal"]
         if changed:
-            for key in ("config", "base"):
-                if key in changed and about[key] and kept.get(key):
-                    place, old = changed.index(key), kept[key]
-                    differs = [knob for knob, value in about[key].items() if old.get(knob) != value]
-                    changed[place] = " and ".join(differs) + (" of the base" * (key == "base"))
-            if "custom" in changed:
-                changed[changed.index("custom")] = f"version of {', '.join(about['custom'])}"
             raise UserError(
                 f"{path} was trained with another {', another '.join(changed)}: choose another "
                 "--name for this comparison, or delete that file."
             )
         return kept
 
-    def _maker(self, config: Config) -> Callable[[PRNGKeyArray], GPT]:
-        tokenizer = self._tokenizer
-        rows = tokenizer.padded_vocab_size
-        return lambda key: GPT(config.model, tokenizer.vocab_size, padded_vocab_size=rows, key=key)
+    def _settings(self, config: Config) -> dict[str, Any]:
+        """Everything that decides what a variant learns."""
+        settings = {
+            **_flat(config),
+            "--equal": self._equal,
+            "tokenizer": self._tokenizer.to_json(),
+            "text": self._corpus_sha256,
+        }
+        if self._equal != "steps":  # then the base decides the number of steps
+            settings |= {f"{name} of the base": x for name, x in _flat(self._base).items()}
+        for file, source in custom_sources(config.model).items():
+            settings[f"version of {file}"] = hashlib.sha256(source).hexdigest()
+        return settings
 
     def _choose_steps(self, config: Config, at_once: int) -> int:
-        """How many make the variant equal to the base, with so many seeds trained at once."""
+        """The steps that make the variant equal to the base, with so many seeds at once."""
         steps = self._base.training.steps
         if self._equal == "steps" or config == self._base:
             return config.training.steps
         if self._equal == "flops":
             ratio = self._flops_per_step(self._base) / self._flops_per_step(config)
         else:
-            ratio = self._times_as_fast(config, at_once)
+            ratio = self._relative_speed(config, at_once)
         return max(1, round(steps * ratio))
 
     def _flops_per_step(self, config: Config) -> int:
-        tokens = config.training.batch_size * config.model.context_length
-        return self._cost(config)[1] * tokens
+        return self._cost(config)[1] * config.training.batch_size * config.model.context_length
 
     def _count_cost(self, config: Config) -> tuple[int, int]:
         """Parameters, and training FLOPs a token."""
-        skeleton = eqx.filter_eval_shape(self._maker(config), jax.random.key(0))
+        skeleton = self._skeleton(config)
         return count_parameters(skeleton), flops_per_token(skeleton)[1]
 
-    def _times_as_fast(self, config: Config, at_once: int) -> float:
-        """The base's seconds a step by the variant's, in short runs of both by turns."""
+    def _skeleton(self, config: Config) -> Any:
+        key = jax.random.key(0)
+        return eqx.filter_eval_shape(make_model, config.model, self._tokenizer, key=key)
+
+    def _relative_speed(self, config: Config, at_once: int) -> float:
+        """The base's seconds a step over the variant's, in short runs of both by turns."""
         runs = []
         for timed in (self._base, config):
-            per_dispatch = timed.training.steps_per_dispatch
-            steps = per_dispatch * (TIMED_DISPATCHES + 1)
+            steps = timed.training.steps_per_dispatch * (TIMED_DISPATCHES + 1)
             short = dataclasses.replace(timed.training, steps=steps, eval_every=steps)
             timed = dataclasses.replace(timed, training=short)
-            runs.append(fit_seeds(timed, self._maker(timed), range(at_once), self._split))
+            runs.append(fit_seeds(timed, self._tokenizer, range(at_once), self._split))
         ratios, before = [], [next(run) for run in runs]
         for _ in range(TIMED_DISPATCHES):
             now = [next(run) for run in runs]
@@ -223,22 +224,22 @@ class Study:
             before = now
         return statistics.median(ratios)
 
-    def _fitting(self, config: Config) -> int:
+    def _seeds_that_fit(self, config: Config) -> int:
         """How many seeds fit into memory."""
-        skeleton = eqx.filter_eval_shape(self._maker(config), jax.random.key(0))
+        skeleton = self._skeleton(config)
         rows = config.training.batch_size // config.training.accumulation
         # Parameters, gradients, two moments, in float32.
         each = 16 * count_parameters(skeleton) + activation_bytes(skeleton, rows)
-        fit = max(1, int(MEMORY_SHARE * _free_memory() / each))
-        return max(fit - fit % jax.device_count(), 1)
+        seeds = max(1, int(MEMORY_SHARE * _free_memory() / each))
+        return max(seeds - seeds % jax.device_count(), 1)
 
 
 def _free_memory() -> int:
-    """Bytes, on all devices together; where it cannot be known, all that a machine has."""
+    """Free bytes of all devices together. Where that is not known: all memory of the machine."""
     stats = jax.devices()[0].memory_stats()
     if stats is not None and "bytes_limit" in stats:
         return jax.device_count() * (stats["bytes_limit"] - stats.get("bytes_in_use", 0))
-    if os.path.exists("/proc/meminfo"):  # Linux, where files in memory count as free
+    if os.path.exists("/proc/meminfo"):  # Linux, where cached files count as free
         found = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text("ascii"))
         if found is not None:
             return 1024 * int(found[1])
@@ -247,15 +248,14 @@ def _free_memory() -> int:
     return 2**33
 
 
-def _what_counts(config: Config) -> dict[str, Any]:
-    """The knobs by which a variant learns what it learns, and no others."""
-    idle = {"seed", "sample_tokens", "save_seconds", "keep", "cpu_devices"}
+def _flat(config: Config) -> dict[str, Any]:
+    """The fields that decide what a variant learns. (Of the data, the text's checksum does.)"""
+    irrelevant = ("seed", "sample_tokens", "save_seconds", "keep", "cpu_devices")
     return {
-        f"{section}.{knob}": value
-        for section, knobs in dataclasses.asdict(config).items()
-        if section not in ("data", "mesh")  # of the data, the checksum tells more
-        for knob, value in knobs.items()
-        if (section, knob) not in {("training", name) for name in idle}
+        f"{section}.{name}": value
+        for section, fields in dataclasses.asdict(config).items()
+        for name, value in fields.items()
+        if section not in ("data", "mesh") and not (section == "training" and name in irrelevant)
     }
 
 

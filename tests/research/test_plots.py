@@ -1,12 +1,12 @@
 import numpy as np
 import pytest
 
-from gptlite import plot
+from gptlite.research import plots
 
 
 def test_heads_stand_side_by_side_with_tokens_on_the_axes(tmp_path):
     weights = np.random.default_rng(0).dirichlet(np.ones(4), size=(3, 2))
-    figure = plot.attention(weights, ["a", " "], ["x", "\n", "$y$", "^_"], title="layer 0")
+    figure = plots.attention(weights, ["a", " "], ["x", "\n", "$y$", "^_"], title="layer 0")
     assert len(figure.axes) == 3
     for head, axes in enumerate(figure.axes):
         np.testing.assert_array_equal(axes.images[0].get_array(), weights[head])
@@ -18,10 +18,10 @@ def test_heads_stand_side_by_side_with_tokens_on_the_axes(tmp_path):
 
 
 def test_queries_are_the_keys_where_there_are_no_others():
-    axes = plot.attention(np.eye(2)[None], "ab").axes[0]
+    axes = plots.attention(np.eye(2)[None], "ab").axes[0]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["a", "b"]
 
 
 def test_tokens_and_weights_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"must be 2 queries and 3 keys, .* got 3 and 3"):
-        plot.attention(np.zeros((1, 2, 3)), "abc")
+        plots.attention(np.zeros((1, 2, 3)), "abc")

@@ -1,0 +1,46 @@
+"""What a person sees of a training run: a progress bar, or plain lines."""
+
+from typing import Any
+
+from gptlite.progress import log, progress_bar
+
+# Without a terminal: a line at each evaluation, and whenever the last one is so old.
+SECONDS_BETWEEN_LINES = 10.0
+
+
+class Display:
+    """A progress bar where standard output is a terminal, plain lines where it is not."""
+
+    def __init__(self, steps: int, done: int = 0):
+        """`done`: steps done before."""
+        self._steps = steps
+        self._bar = progress_bar("training", steps, unit="step", done=done)
+        self._last_line = 0.0
+
+    def update(self, line: dict[str, Any], sample: str = "") -> None:
+        """Show a line of metrics, and at an evaluation its loss and `sample`."""
+        step, loss = line["step"], line["train_loss"]
+        left = line["seconds"] / step * (self._steps - step)
+        loss = "none" if loss is None else f"{loss:.4f}"
+        state = f"loss {loss}  {line['tokens_per_second']:,.0f} tokens/s"
+        if line.get("skipped"):
+            state += f"  {line['skipped']} updates skipped"
+        shown = f"step {step:>{len(str(self._steps))}}/{self._steps}  {state}"
+        if "val_loss" in line:
+            log(f"{shown}  validation loss {line['val_loss']:.4f}")
+            for text in sample.split("\n") if sample else ():
+                # Sampled bytes may be control characters, which a terminal would obey.
+                clean = "".join(c if c.isprintable() or c == "\t" else "\ufffd" for c in text)
+                log(f"    | {clean}")
+        elif self._bar.disable and line["seconds"] - self._last_line > SECONDS_BETWEEN_LINES:
+            log(f"{shown}  {left:.0f} s left")
+            self._last_line = line["seconds"]
+        self._bar.set_postfix_str(state, refresh=False)
+        self._bar.update(step - self._bar.n)
+
+    def __enter__(self) -> "Display":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Remove the bar."""
+        self._bar.close()
