@@ -69,6 +69,9 @@ TEXT = (
     "the fourth is yours, the fifth belongs to me.\n\n"
 ) * 5
 
+# Speakers with enough speeches, for examples/masked.py.
+PLAY = "".join(f"SPEAKER {i % 11}:\n{line}\n\n" for i, line in enumerate(TEXT.split("\n") * 4))
+
 VOCAB = 13
 TINY = ModelConfig(n_layers=2, n_heads=2, d_model=16, context_length=12)
 GPT2 = {

@@ -187,7 +187,7 @@ def make_texts(folder: Path) -> None:
         ("dangling.txt", "no corpus dangling.txt"),
         ("none", "no .txt file in it"),
         ("mixed", "b.txt is not UTF-8 text: byte 0 is 0xff"),
-        ("broken", "a.txt cannot be read"),
+        ("broken", "a.txt is not a regular file"),
         ("pipe.txt", "not a regular file"),
         ("pipes", "a.txt is not a regular file"),
         ("absent.txt", "no corpus absent.txt"),

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from conftest import ROOT, TEXT, VOCAB, tiny_model
+from conftest import PLAY, ROOT, TEXT, VOCAB, tiny_model
 
 from gptlite.custom import load_class
 from gptlite.generation.generate import generate
@@ -20,7 +20,6 @@ RECURRENT = f"{ROOT / 'examples' / 'gated_linear_attention.py'}:GatedLinearAtten
 # Enough words, and speakers with enough speeches.
 WORDS = " ".join(f"{a}{b}{c}" for a in "bdfgklmnprst" for b in "aeiou" for c in "bdfgklmnprstvwxyz")
 MORE = " ".join(f"{a}{b}{c}e" for a in "bdfgklmnprst" for b in "aeiou" for c in "bdfgklmnprstvwxyz")
-PLAY = "".join(f"SPEAKER {i % 11}:\n{line}\n\n" for i, line in enumerate(TEXT.split("\n") * 4))
 
 
 def run(name, *words):

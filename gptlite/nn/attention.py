@@ -93,7 +93,7 @@ class Heads(eqx.Module):
     def split(
         self, projected: Float[Array, "*batch seq d"], *, normalize: bool = False
     ) -> Float[Array, "*batch heads seq d_head"]:
-        """The heads of queries, keys or values. `normalize` applies the QK-norm, if there is
+        """Queries, keys or values, split into heads. `normalize` applies the QK-norm, if there is
         one."""
         *leading, d = projected.shape
         x = projected.reshape(*leading, d // self.d_head, self.d_head)
@@ -104,7 +104,7 @@ class Heads(eqx.Module):
     def join(
         self, heads: Float[Array, "*batch heads seq d_head"]
     ) -> Float[Array, "*batch seq d_model"]:
-        """The output for the values that the heads have gathered."""
+        """The output layer, applied to the heads' results side by side."""
         out = jnp.swapaxes(constrain(heads, "batch", "heads", None, None), -2, -3)
         *leading, n_heads, d_head = out.shape
         return self.output(out.reshape(*leading, n_heads * d_head))
@@ -114,7 +114,7 @@ class ValueResidual(eqx.Module):
     """`a · values + b · first`, where `first` are the first layer's values at the same token, with
     trained a and b (Zhou et al., 2024, "Value residual learning", the learnable kind).
 
-    The first layer adds its own values, too, which is a factor of `a + b`.
+    In the first layer, both are the same values.
 
     Measured: against none, no difference found (-0.004 ± 0.008) (benchmarks/blocks.md).
     """
@@ -229,7 +229,7 @@ class Attention(eqx.Module):
 
 
 class Memory(eqx.Module):
-    """An encoder's output as one layer of a decoder reads it."""
+    """The keys and values that one layer of a decoder makes of an encoder's output."""
 
     keys: Keys
     values: Keys
@@ -247,8 +247,7 @@ class CrossAttention(eqx.Module):
     def read(
         self, memory: Float[Array, "*batch keys d_model"], lengths: Rows | None = None
     ) -> Memory:
-        """The keys and values of an encoder's output, which are the same for every token of the
-        target."""
+        """The keys and values of an encoder's output, the same for every token of the target."""
         return Memory(
             keys=self.heads.split(self.heads.key(memory), normalize=True),
             values=self.heads.split(self.heads.value(memory)),
@@ -293,6 +292,6 @@ def padding_mask(keys: int, lengths: Rows | None) -> Bool[Array, "*rows 1 1 keys
 
 
 def _identity(keys: Keys) -> Float[Array, "*batch kv_heads keys keys"]:
-    """Values of which attention makes its weights."""
+    """Values for which the output of attention is its weights."""
     n = keys.shape[-2]
     return jnp.broadcast_to(jnp.eye(n, dtype=keys.dtype), (*keys.shape[:-1], n))

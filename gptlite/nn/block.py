@@ -127,7 +127,8 @@ class Block(eqx.Module):
         keys = split_key(key, 5)
         own = cache.attention if isinstance(cache, BlockCache) else cache
         h = self.attention_residual.before(x)
-        y, own = call_attention(self.attention, h, own, context, keys[0])
+        out = self.attention(h, own, context, key=keys[0])
+        y, own = checked(self.attention, out, h, "(y, cache)")
         x = self.attention_residual.after(x, drop(y, self.dropout, keys[1]))
         if self.cross_attention is None or self.cross_residual is None:
             cache = own
@@ -137,7 +138,7 @@ class Block(eqx.Module):
             x = self.cross_residual.after(x, drop(y, self.dropout, keys[3]))
             cache = None if cache is None else BlockCache(own, memory)
         h = self.mlp_residual.before(x)
-        y, aux_loss = call_mlp(self.mlp, h, context.lengths)
+        y, aux_loss = run_mlp(self.mlp, h, context.lengths)
         return self.mlp_residual.after(x, drop(y, self.dropout, keys[4])), cache, aux_loss
 
     def _read_memory(self, context: Context) -> Memory:
@@ -185,8 +186,9 @@ class ParallelBlock(eqx.Module):
         """As `Block`."""
         keys = split_key(key, 3)
         h = self.norm(x)
-        attended, cache = call_attention(self.attention, h, cache, context, keys[0])
-        y, aux_loss = call_mlp(self.mlp, h, context.lengths)
+        out = self.attention(h, cache, context, key=keys[0])
+        attended, cache = checked(self.attention, out, h, "(y, cache)")
+        y, aux_loss = run_mlp(self.mlp, h, context.lengths)
         attended, y = drop(attended, self.dropout, keys[1]), drop(y, self.dropout, keys[2])
         return x + attended + y, cache, aux_loss
 
@@ -196,6 +198,11 @@ def drop(x: Float[Array, "*axes"], rate: float, key: PRNGKeyArray | None) -> Flo
     return eqx.nn.Dropout(rate)(x, key=key, inference=key is None)
 
 
+def split_key(key: PRNGKeyArray | None, count: int) -> Any:
+    """`count` keys from one, or as many Nones from None."""
+    return (None,) * count if key is None else jax.random.split(key, count)
+
+
 def first_values(
     attention: Any, x: Float[Array, "*batch seq d_model"]
 ) -> Float[Array, "*batch seq d"] | None:
@@ -203,67 +210,29 @@ def first_values(
     return attention.heads.value(x) if getattr(attention, "value_residual", None) else None
 
 
-def split_key(key: PRNGKeyArray | None, count: int) -> Any:
-    """`count` keys from one, or as many Nones from None."""
-    return (None,) * count if key is None else jax.random.split(key, count)
-
-
-# A custom part may return anything, and what broadcasts would train all the same.
-
-
-def call_attention(
-    attention: Any,
-    x: Float[Array, "*batch seq d_model"],
-    cache: Any,
-    context: Context,
-    key: PRNGKeyArray | None,
-) -> tuple[Float[Array, "*batch seq d_model"], Any]:
-    """The output and the cache.
-
-    **Raises:** `UserError` (while tracing) if `attention` does not return such a pair.
-    """
-    out = attention(x, cache, context, key=key)
-    if not (isinstance(out, tuple) and len(out) == 2):
-        raise UserError(f"{type(attention).__name__} must return a pair, (y, cache).")
-    check_shape(attention, out[0], x)
-    return out
-
-
-def call_mlp(
+def run_mlp(
     mlp: Any, x: Float[Array, "*batch seq d_model"], lengths: Rows | None
 ) -> tuple[Float[Array, "*batch seq d_model"], Float[Array, ""]]:
-    """The output and the auxiliary loss.
+    """The output and the auxiliary loss."""
+    y = checked(mlp, mlp(x), x, "y")
+    return y, mlp.aux_loss(x, lengths) if hasattr(mlp, "aux_loss") else jnp.zeros(())
 
-    **Raises:** `UserError` (while tracing) if `mlp` does not return the shape of `x`.
+
+def checked(part: Any, out: Any, x: Array, form: str) -> Any:
+    """`out`, which `part` returned for `x`. A custom part may return anything, and an output of
+    another shape would often broadcast, and train.
+
+    **Raises:** `UserError` (while tracing) if it is not of the form `form`, as "(y, cache)", where
+    y has the shape of `x`.
     """
-    y = mlp(x)
-    check_shape(mlp, y, x)
-    has_loss = hasattr(mlp, "aux_loss")
-    return y, mlp.aux_loss(x, lengths) if has_loss else jnp.zeros(())
-
-
-def call_block(
-    block: Any,
-    x: Float[Array, "*batch seq d_model"],
-    cache: Any,
-    context: Context,
-    key: PRNGKeyArray | None,
-) -> tuple[Float[Array, "*batch seq d_model"], Any, Float[Array, ""]]:
-    """The output, the cache and the auxiliary loss.
-
-    **Raises:** `UserError` (while tracing) if `block` does not return these three.
-    """
-    out = block(x, cache, context, key=key)
-    if not (isinstance(out, tuple) and len(out) == 3):
-        raise UserError(f"{type(block).__name__} must return three values, (y, cache, aux_loss).")
-    check_shape(block, out[0], x)
-    return out[0], out[1], jnp.asarray(out[2], jnp.float32)
-
-
-def check_shape(part: Any, y: Any, x: Array) -> None:
-    """**Raises:** `UserError` (while tracing) if `y`, made of `x` by `part`, has another shape."""
-    if jnp.shape(y) != x.shape:
+    count = len(form.split(","))
+    if count > 1 and not (isinstance(out, tuple) and len(out) == count):
+        raise UserError(f"{type(part).__name__} must return {form}.")
+    y: Any = out if count == 1 else out[0]
+    shape = jnp.shape(y)
+    if shape != x.shape:
         raise UserError(
-            f"{type(part).__name__} must return the shape that it is given: it made "
-            f"{list(jnp.shape(y))} of {list(x.shape)}."
+            f"{type(part).__name__} must return the shape of its input: it returned {list(shape)} "
+            f"for {list(x.shape)}."
         )
+    return out

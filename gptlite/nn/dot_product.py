@@ -48,7 +48,7 @@ def attend(
         return _flash(query, key, value, is_causal, window)
     *batch, heads, queries, d_head = query.shape
     kv_heads, keys = key.shape[-3:-1]
-    # Queries that share keys follow each other, as if they were one longer sequence.
+    # Heads of queries that share keys are joined into one longer sequence.
     grouped = (*batch, kv_heads, heads // kv_heads * queries)
     scores = product(query.reshape(*grouped, d_head), key) / math.sqrt(d_head)
     scores = scores.reshape(*batch, heads, queries, keys)
@@ -63,8 +63,9 @@ def attend(
     total = jnp.sum(weights, axis=-1, keepdims=True)
     if drops:
         weights = eqx.nn.Dropout(dropout)(weights, key=dropout_key)
-    # The sum divides the product with V, which has fewer numbers than the weights. But for a single
-    # query, XLA's CPU compiler would divide again for every output of the layer that follows.
+    # The product with V is divided by the sum, because it has fewer numbers than the weights. For
+    # a single query, XLA's CPU compiler would repeat the division for every output of the next
+    # layer.
     single = queries == 1
     weights = (weights / total if single else weights).astype(value.dtype)
     out = product(weights.reshape(*grouped, keys), jnp.swapaxes(value, -1, -2))

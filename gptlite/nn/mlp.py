@@ -104,8 +104,8 @@ class MoE(eqx.Module):
     `aux_loss` keeps the experts equally busy: it is to be added to the training loss.
 
     No token is dropped, and no token's output depends on other tokens. The experts are groups of
-    columns of one wide MLP. Every expert computes every token, and the experts that were not picked
-    are multiplied by 0. So the arithmetic is that of all experts, which is right for a few experts.
+    columns of one wide MLP. Every expert computes every token, and the outputs of experts that were
+    not picked are multiplied by 0. So a token costs as much as all experts together.
 
     Measured: 4 experts, 2 a token, each half as wide as the MLP, 0.019 ± 0.006 nats worse than it
     (benchmarks/blocks.md).

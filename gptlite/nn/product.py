@@ -32,7 +32,7 @@ def product(
     The order in memory of the factors decides the speed on a CPU, so programs that are compiled for
     a CPU multiply differently: see `_row_major` and `_weight_grad_on_cpu`.
     """
-    return _by_platform(_multiply_turned, _multiply_turned_on_cpu, a, b)
+    return _by_platform(_multiply_transposed_b, _multiply_transposed_b_on_cpu, a, b)
 
 
 def _by_platform(function: Callable, on_cpu: Callable, a: Array, b: Array) -> Array:
@@ -46,7 +46,7 @@ def _by_platform(function: Callable, on_cpu: Callable, a: Array, b: Array) -> Ar
     return lax.platform_dependent(a, b, cpu=on_cpu, default=function)
 
 
-def _multiply_turned(a: Array, b: Array) -> Array:
+def _multiply_transposed_b(a: Array, b: Array) -> Array:
     # One operation, no swapped axes: for a single row, XLA's CPU compiler would fetch the swapped
     # factor element by element.
     batch = tuple(range(a.ndim - 2))
@@ -54,7 +54,7 @@ def _multiply_turned(a: Array, b: Array) -> Array:
     return lax.dot_general(a, b, dimensions, preferred_element_type=wide_dtype(a.dtype))
 
 
-def _multiply_turned_on_cpu(a: Array, b: Array) -> Array:
+def _multiply_transposed_b_on_cpu(a: Array, b: Array) -> Array:
     return _multiply_on_cpu(a, jnp.swapaxes(b, -1, -2))
 
 
@@ -103,7 +103,7 @@ def _multiply_transposed_on_cpu(
 
 
 def _forward(a, b):
-    return _by_platform(_multiply_turned, _multiply_turned_on_cpu, a, b), (a, b)
+    return _by_platform(_multiply_transposed_b, _multiply_transposed_b_on_cpu, a, b), (a, b)
 
 
 def _backward(factors, grad):

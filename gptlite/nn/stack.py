@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from gptlite.nn.block import call_block, split_key
+from gptlite.nn.block import checked, split_key
 from gptlite.nn.context import WHOLE_SEQUENCE, Context
 from gptlite.sharding import constrain, gathered
 
@@ -136,5 +136,6 @@ def _run(
     block: Any, x: Array, cache: Any, context: Context, key: PRNGKeyArray | None
 ) -> tuple[Array, Any, Array]:
     """One layer. Its parameters are gathered for it, and the rows of its output are spread."""
-    x, cache, aux_loss = call_block(gathered(block, "blocks.0"), x, cache, context, key)
-    return constrain(x, "batch", None, None), cache, aux_loss
+    out = gathered(block, "blocks.0")(x, cache, context, key=key)
+    y, cache, aux_loss = checked(block, out, x, "(y, cache, aux_loss)")
+    return constrain(y, "batch", None, None), cache, jnp.asarray(aux_loss, jnp.float32)

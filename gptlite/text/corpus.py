@@ -166,10 +166,12 @@ def _path(path: Path) -> Callable[[], Iterator[str]]:
         f"There is no corpus {path}: --data.corpus takes a text file, a folder of .txt files, "
         "`shakespeare`, `pydoc`, `hf:NAME` or `auto`.",
     )
-    found = sorted(path.rglob("*.txt")) if is_folder else [path]
-    files = [file for file in found if file.is_file()]
-    require(bool(files) or not is_folder, f"The folder {path} has no .txt file in it.")
-    require(bool(files), f"The corpus {path} is not a regular file, which can be read twice.")
+    files = sorted(path.rglob("*.txt")) if is_folder else [path]
+    require(bool(files), f"The folder {path} has no .txt file in it.")
+    for file in files:
+        require(
+            file.is_file(), f"The corpus {file} is not a regular file, which can be read twice."
+        )
 
     def pieces() -> Iterator[str]:
         for number, file in enumerate(files):

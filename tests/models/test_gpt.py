@@ -63,12 +63,12 @@ def test_dropout_needs_a_key_and_is_a_function_of_it(which):
         (
             "mlp",
             lambda x: x[..., :1],
-            r"Own must .* shape .* made \[3, 12, 1\] of \[3, 12, 16\]",
+            r"Own must .* shape .* returned \[3, 12, 1\] for \[3, 12, 16\]",
         ),
-        ("attention", lambda x: x, r"Own must return a pair, \(y, cache\)"),
-        ("attention", lambda x: (x[:, :1], None), r"made \[3, 1, 16\] of \[3, 12, 16\]"),
-        ("block", lambda x: (x, None), r"Own must return three values"),
-        ("block", lambda x: (x[:, :1], None, 0.0), r"made \[3, 1, 16\] of \[3, 12, 16\]"),
+        ("attention", lambda x: x, r"Own must return \(y, cache\)\."),
+        ("attention", lambda x: (x[:, :1], None), r"returned \[3, 1, 16\] for \[3, 12, 16\]"),
+        ("block", lambda x: (x, None), r"Own must return \(y, cache, aux_loss\)\."),
+        ("block", lambda x: (x[:, :1], None, 0.0), r"returned \[3, 1, 16\] for \[3, 12, 16\]"),
     ],
 )
 def test_what_would_broadcast_is_refused(stack, knob, output, words):

@@ -1,0 +1,158 @@
+"""Run every command and every Python block in the README and in docs/, made small.
+
+    python tests/soak/docs.py
+
+A command that matches no rule below is an error, so that a new command gets one.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+from conftest import PLAY, TEXT  # noqa: E402
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SMALL = (
+    "--model.n-layers 1 --model.n-heads 2 --model.d-model 16 --model.context-length 16 "
+    "--training.batch-size 8 --training.accumulation 1 --training.steps 20 "
+    "--training.eval-every 10 --training.sample-tokens 0"
+)
+TRAIN = f"{SMALL} --data.corpus text.txt"
+# What is appended to a command that begins so. None: .ci/run types it as it stands.
+RULES: dict[str, str | None] = {
+    "pip install -e . && python train.py": TRAIN,
+    'pip install -e ".[test]" && pytest': None,
+    'pip install -e ".[bench]"': None,
+    'pip install -e ".[tour]" && jupyter lab': None,
+    "python -m gptlite.research.check_block": "",
+    "python train.py --resume": "--training.steps 30",
+    "python train.py m --summary": "--data.corpus text.txt",
+    "python train.py --data.corpus": SMALL,
+    "python train.py gpt2": f"{TRAIN} --data.tokenizer byte",
+    "python train.py": TRAIN,
+    "python sample.py": "--max-new-tokens 5",
+    "echo -n": "",
+    "python compare.py": f"{TRAIN} --seeds 2",
+    "python benchmarks/quality.py": TRAIN.replace("text.txt", "$PWD/text.txt"),
+    "python benchmarks/train_speed.py": "--shapes S --rounds 1",
+    "python benchmarks/sample_speed.py": "--shapes S --batches 1 --rounds 1",
+    "python benchmarks/startup.py": "--rounds 1",
+    "python benchmarks/large_text.py": "--megabytes 2 --rounds 1",
+    "python tests/soak/kill_loop.py": "--kills 2",
+    "python tests/soak/memory.py": "--steps 5000",
+    "python examples/masked.py": "--steps 2 --corpus play.txt",
+    "python examples/reverse.py": "--steps 2",
+    "python examples/": "--steps 2 --corpus words.txt",
+}
+# What the Python blocks take as given.
+GIVEN = """
+import dataclasses, jax, jax.numpy as jnp
+from gptlite import GPT, ModelConfig, presets
+from my_blocks import SineMLP
+presets.VASWANI = dataclasses.replace(
+    presets.VASWANI, n_layers=1, n_heads=2, d_model=16, context_length=16
+)
+vocab_size, key, words = 13, jax.random.key(0), ["one", "two", "three"]
+ids = source = targets = jnp.arange(12).reshape(2, 6)
+lengths, tokens = jnp.array([6, 4]), "abcdef"
+"""
+# The README's block, with an option.
+LOW_RANK = """
+
+class LowRankMLP(SineMLP):
+    def __init__(self, config, *, rank: int = 4, key):
+        super().__init__(dataclasses.replace(config, d_ff=rank), key=key)
+"""
+
+
+def commands(page: str) -> list[str]:
+    """The commands on a page: indented lines, and those in tables."""
+    found = re.findall(r"^    ((?:pip|python|echo) .*?)(?:  +#.*)?$", page, flags=re.MULTILINE)
+    return found + re.findall(r"^\|.*?`(python [^`]*)` \|", page, flags=re.MULTILINE)
+
+
+def shrink(command: str) -> str | None:
+    """The command as it is run here.
+
+    **Raises:** `LookupError` if there is no rule for it.
+    """
+    beginning = next(filter(command.startswith, RULES), None)
+    if beginning is None:
+        raise LookupError(f"There is no rule for: {command}")
+    more = RULES[beginning]
+    if more is None:
+        return None
+    command = command.removeprefix("pip install -e . && ")
+    command = command.replace("roneneldan/TinyStories", "./stories")
+    if beginning.startswith("python benchmarks/quality.py") and " -- " not in command:
+        more = f"-- {more}"
+    # An option is given once.
+    for option in re.findall(r"--[\w.-]+", more):
+        if option != "--":
+            command = re.sub(rf"{re.escape(option)} \S+ ?", "", command)
+    if command.startswith("echo"):
+        command = command.replace("100", "5")
+    return f"{command} {more}".strip()
+
+
+def make_files(folder: Path) -> None:
+    """What the commands and blocks read."""
+    readme = PAGES[0].read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
+    (folder / "my_blocks.py").write_text(f"import dataclasses\n{block}{LOW_RANK}")
+    (folder / "text.txt").write_text(f"ROMEO: KING {TEXT}")
+    (folder / "play.txt").write_text(PLAY)
+    syllables = [f"{a}{b}" for a in "bdfgklmnp" for b in "aeiou"]
+    words = " ".join(f"{a}{b}" for a in syllables for b in syllables)
+    (folder / "words.txt").write_text(words)
+    (folder / "vectors.txt").write_text("one 1 2 3 4 5 6 7 8\ntwo 2 3 4 5 6 7 8 9\n")
+    (folder / "my_notes").mkdir()
+    (folder / "my_notes" / "a.txt").write_text(TEXT)
+    (folder / "stories").mkdir()
+    (folder / "stories" / "validation.jsonl").write_text(json.dumps({"text": TEXT}))
+    for name in ("train.py", "sample.py", "compare.py", "benchmarks", "examples", "tests"):
+        (folder / name).symlink_to(ROOT / name)
+
+
+def run(command: str, folder: Path) -> None:
+    """**Raises:** `SystemExit` if the command fails."""
+    began = time.monotonic()
+    devices = "8" if "--mesh" in command else "2"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": devices}
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=folder, capture_output=True, text=True, env=environment
+    )
+    print(f"{time.monotonic() - began:5.0f} s  {command[:120]}", flush=True)
+    if done.returncode:
+        sys.exit(f"{command} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+
+
+def main() -> None:
+    measured: set[str] = set()
+    with tempfile.TemporaryDirectory() as name:
+        for page in PAGES:
+            print(page.relative_to(ROOT), flush=True)
+            folder = Path(name) / page.stem
+            folder.mkdir()
+            make_files(folder)
+            text = page.read_text(encoding="utf-8")
+            for command in filter(None, map(shrink, commands(text))):
+                if command not in measured:
+                    run(command, folder)
+                if "benchmarks/" in command:  # needs nothing of its page
+                    measured.add(command)
+            blocks = re.findall(r"```py\n(.*?)```", text, flags=re.DOTALL)
+            if blocks:
+                (folder / "blocks.py").write_text("\n".join([GIVEN, *blocks]))
+                run("python blocks.py", folder)
+
+
+if __name__ == "__main__":
+    main()
