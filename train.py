@@ -128,7 +128,7 @@ def train(arguments: TrainArguments) -> None:
             for progress in fitting:
                 stopping = stop.requested  # read once, so that every stop is saved
                 val_loss = evaluate.checked(progress) if progress.evaluation_due else None
-                if progress.ends_line:
+                if progress.log_due:
                     run.log(progress, val_loss)
                 if val_loss is not None or stopping or run.save_is_due():
                     run.save(progress)
@@ -138,7 +138,7 @@ def train(arguments: TrainArguments) -> None:
                     length, sampling = training.sample_tokens, SamplingConfig()
                     ids = generate(progress.model, prompt, length, sampling, keys=keys)
                     sample = decode(tokenizer, jax.device_get(ids[0]))
-                if progress.ends_line:
+                if progress.log_due:
                     display.update(run.last, sample)
                 if stopping:
                     break

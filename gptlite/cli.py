@@ -13,21 +13,21 @@ from typing import Annotated, Any, Literal, NoReturn
 import tyro
 
 from gptlite.config import MOST, Between, Config, SamplingConfig, UserError, check_fields
-from gptlite.custom import custom_blocks, name_again
+from gptlite.custom import custom_blocks, rename_custom
 from gptlite.presets import PRESETS
 from gptlite.runs.find import find_run
 from gptlite.runs.saved_config import RESUMABLE, load_config, require_resumable
 
 DEFAULT_PRESET = "quick"
-# Stands for a run's custom block that is yet to be named again.
+# The placeholder for a run's custom block until it is named again.
 NOT_NAMED = "FILE.py:CLASS"
 
 
 @dataclass(frozen=True)
 class TrainArguments:
-    """Train a language model, evaluate it and sample from it on the way.
+    """Train a language model, with evaluations and samples.
 
-    All settings below start from PRESET; those given after it change it."""
+    The options below start from PRESET. Those given after it change it."""
 
     preset: Annotated[
         Literal[tuple(PRESETS)],  # pyright: ignore[reportInvalidTypeForm] - one list of names
@@ -91,7 +91,7 @@ class SampleArguments:
     """A run's folder, or its name in runs/. Default: the newest run."""
 
     weights: Literal["best", "last"] = "best"
-    """Weights of the best evaluation, or of the last save."""
+    """Weights of the best evaluation, or of the last checkpoint."""
 
     max_new_tokens: Annotated[int, Between(1, MOST)] = 500
     """Tokens to generate."""
@@ -100,7 +100,7 @@ class SampleArguments:
     """Texts to generate, together."""
 
     seed: Annotated[int, Between(0, MOST)] = 0
-    """Same seed, same text."""
+    """The same seed gives the same text."""
 
     debug: bool = False
     """Show where in the code an error came from."""
@@ -201,7 +201,7 @@ def parse_train(argv: Sequence[str]) -> TrainArguments:
             )
     named = {field: getattr(arguments.config.model, field) for field in not_named}
     named = {field: value for field, value in named.items() if value != NOT_NAMED}
-    before = name_again(before, named)
+    before = rename_custom(before, named)
     model = dataclasses.replace(
         arguments.config.model, **{field: getattr(before.model, field) for field in not_named}
     )
@@ -275,7 +275,7 @@ def errors_as_sentences(debug: bool = False) -> Iterator[None]:
         print("\nstopped", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
-        # Python flushes standard output once more at exit; nobody is there to read it.
+        # Python flushes standard output again at exit, into a closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except Exception as error:

@@ -23,7 +23,7 @@ from typing import (
 
 
 class UserError(ValueError):
-    """Something the user asked for cannot be done. The message is a full sentence to show."""
+    """What the user asked for cannot be done. The message is a full sentence for the user."""
 
 
 def require(holds: bool, sentence: str) -> None:
@@ -38,41 +38,29 @@ MOST = 2**31 - 1
 
 @dataclass(frozen=True)
 class Between:
-    """The bounds of a number, in `Annotated`: from `low` to `high`, both included. NaN and infinity
-    are never within bounds."""
+    """The bounds of a number, in `Annotated`: from `low` to `high`, both included, or with `above`
+    without `low`. NaN and infinity are never within bounds."""
 
     low: float
     high: float = math.inf
+    above: bool = False
 
     def check(self, name: str, value: Any) -> None:
         """**Raises:** `UserError` if `value` is out of bounds."""
+        low = "above" if self.above else "at least"
         high = "" if self.high == math.inf else f" and at most {self.high}"
         require(
-            self.low <= value <= self.high and value != math.inf,
-            f"{name} must be at least {self.low}{high}, got {value}.",
-        )
-
-
-@dataclass(frozen=True)
-class Above:
-    """As `Between`, without `low` itself."""
-
-    low: float
-    high: float = math.inf
-
-    def check(self, name: str, value: Any) -> None:
-        """**Raises:** `UserError` if `value` is out of bounds."""
-        high = "" if self.high == math.inf else f" and at most {self.high}"
-        require(
-            self.low < value <= self.high and value != math.inf,
-            f"{name} must be above {self.low}{high}, got {value}.",
+            self.low <= value <= self.high
+            and value != math.inf
+            and not (self.above and value == self.low),
+            f"{name} must be {low} {self.low}{high}, got {value}.",
         )
 
 
 @dataclass(frozen=True)
 class Variants:
-    """The package's blocks among which a field chooses, in `Annotated`. Either a name or, if
-    `custom`, a custom block; its own options may follow: see `split_variant`."""
+    """The names of blocks that a field may have, in `Annotated`; with `custom`, also the name of a
+    custom block. The block's own options may follow the name: see `split_variant`."""
 
     names: tuple[str, ...]
     custom: bool = True
@@ -111,7 +99,7 @@ def check_value(name: str, value: Any, kind: Any) -> None:
         f"{name} must be {words}, got {value!r}.",
     )
     for note in notes:  # others may be tyro's
-        if isinstance(note, Between | Above | Variants):
+        if isinstance(note, Between | Variants):
             note.check(name, value)
 
 
@@ -121,12 +109,12 @@ def check_fields(section: str, config: Any) -> None:
         check_value(f"{section}{name}", getattr(config, name), kind)
 
 
-# The name of a block and its own options; in Python, also the class of a custom block.
+# The name of a block, with its own options; in Python, also the class of a custom block.
 if TYPE_CHECKING:
     Variant = str | type
 else:
     Variant = str
-# Custom blocks that have been loaded, by the name that a config has for them.
+# Loaded custom blocks, by their name in a config.
 CUSTOM: dict[str, type] = {}
 # The fields of `ModelConfig` that choose a block.
 VARIANT_FIELDS = ("block", "norm", "attention", "mlp")
@@ -168,7 +156,7 @@ class DataConfig:
     `tiktoken:gpt2`."""
 
     validation_tokens: Annotated[int, Between(2, MOST)] = 1_000_000
-    """Validate on at most so many tokens of the text's last 10 %, from their beginning."""
+    """Validate on at most this many tokens, the first of the text's last 10 %."""
 
     def __post_init__(self):
         check_fields("data.", self)
@@ -199,11 +187,11 @@ class ModelConfig:
     8/3 d_model rounded up to a multiple of 8. With moe: of all experts of a token together."""
 
     context_length: Annotated[int, Between(1, 10_000_000)] = 256
-    """Tokens that the model sees at once, in training and in generation."""
+    """The maximal number of tokens that the model attends to, in training and in generation."""
 
     block: Annotated[Variant, Variants(("pre", "post", "sandwich", "parallel"))] = "pre"
-    """Where the norms are: before attention and MLP (pre), after them, outside the residual (post),
-    on both sides (sandwich), or one before attention and MLP side by side (parallel)."""
+    """Where the norms are: before attention and MLP (pre), after the residual additions (post), on
+    both sides (sandwich), or one before attention and MLP in parallel (parallel)."""
 
     norm: Annotated[Variant, Variants(("rms", "layer", "dyt"))] = "rms"
     """RMSNorm, LayerNorm or DyT, in the blocks and before the head."""
@@ -234,8 +222,8 @@ class ModelConfig:
     add to attention's scores by distance."""
 
     embed_previous: Annotated[int, Between(0, 64)] = 2
-    """How many earlier tokens are added to each token's embedding, each lag from a table of its
-    own. Spares a small model a layer that only looks one character back."""
+    """How many earlier tokens are added to each token's embedding, each from a table of its own. A
+    small model then needs no layer to look one character back."""
 
     scale_embedding: bool = False
     """Multiply embeddings by sqrt(d_model), from tables that start as much smaller (Vaswani et al.,
@@ -244,7 +232,7 @@ class ModelConfig:
     qk_norm: bool = True
     """RMS-normalise queries and keys before their product."""
 
-    logit_cap: Annotated[float | None, Above(0.0)] = None
+    logit_cap: Annotated[float | None, Between(0.0, above=True)] = None
     """Bound the logits smoothly to this size. None: no bound."""
 
     bias: bool = False
@@ -349,7 +337,7 @@ class OptimizerConfig:
     weight_decay: Annotated[float, Between(0.0)] = 0.0
     """Decoupled weight decay, times the learning rate, on matrices and embeddings."""
 
-    clip_norm: Annotated[float | None, Above(0.0)] = None
+    clip_norm: Annotated[float | None, Between(0.0, above=True)] = None
     """Scale the gradient down to this global norm when it is larger. None: never."""
 
     def __post_init__(self):
@@ -372,8 +360,8 @@ class TrainingConfig:
     """Windows of context_length tokens in one step."""
 
     accumulation: Annotated[int, Between(1, MOST)] = 1
-    """Compute a step's gradient in this many equal parts, one after the other (less memory, same
-    result); must divide batch_size."""
+    """Compute a step's gradient in this many equal parts, one after the other. Less memory, same
+    result. Must divide batch_size."""
 
     label_smoothing: Annotated[float, Between(0.0, 0.99)] = 0.0
     """Share of the target's probability spread over the whole vocabulary (training only)."""
@@ -389,25 +377,25 @@ class TrainingConfig:
     each operation over both. The environment variable JAX_NUM_CPU_DEVICES overrides this."""
 
     steps_per_dispatch: Annotated[int, Between(1, MOST)] = 20
-    """A line of metrics is written every so many steps, which are one compiled call if they take
-    no longer than two seconds."""
+    """Write a line of metrics after this many steps. They are one compiled call if they take at
+    most two seconds."""
 
     eval_every: Annotated[int, Between(1, MOST)] = 400
-    """Evaluate (and sample a few lines) every so many steps, and at the end."""
+    """Evaluate, and print a sample, after this many steps and at the end."""
 
     sample_tokens: Annotated[int, Between(0, MOST)] = 128
-    """Length of the text sampled at each evaluation; 0 for none."""
+    """Tokens of the sample at each evaluation; 0 for none."""
 
     save_seconds: Annotated[float, Between(0.0)] = 300.0
-    """Save a checkpoint at least so often, besides at each evaluation and when stopped. A run that
-    is killed loses the steps since the last one."""
+    """Save a checkpoint when the last one is this old, besides at each evaluation and when stopped.
+    A killed run loses the steps since the last checkpoint."""
 
     keep: Annotated[int, Between(1, MOST)] = 2
-    """How many checkpoints to keep: so many of the last ones, and of the best ones."""
+    """How many checkpoints to keep, the last ones. (The best weights are kept besides.)"""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What to do when a loss or a gradient is not a finite number. stop: end the run, and save the
-    batch. skip: leave that update out, and count it."""
+    """What to do when a loss or a gradient is not finite. stop: end the run, and save the batch.
+    skip: skip that update, and count it."""
 
     seed: Annotated[int, Between(0, MOST)] = 0
     """The run is a pure function of the config, this seed included, except for the order of sums,
@@ -424,15 +412,14 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """How devices share the work. The devices that are left each take rows of the batch."""
+    """How devices share the work. All other devices take rows of the batch."""
 
     fsdp: Annotated[int, Between(1, MOST)] = 1
-    """Devices that share a batch and keep a part of every matrix each, which they gather layer by
-    layer. For models that do not fit on one device."""
+    """Devices that share a batch, each with a part of every matrix, gathered layer by layer. For
+    models that do not fit on one device."""
 
     tensor: Annotated[int, Between(1, MOST)] = 1
-    """Devices that share the heads and the MLP's width. For models of which a single row is too
-    much for one device."""
+    """Devices that share the heads and the MLP's width. For models too large for fsdp alone."""
 
     def __post_init__(self):
         check_fields("mesh.", self)
@@ -461,7 +448,7 @@ class SamplingConfig:
     top_k: Annotated[int | None, Between(1, MOST)] = None
     """Draw only from the k most probable tokens."""
 
-    top_p: Annotated[float | None, Above(0.0, 1.0)] = None
+    top_p: Annotated[float | None, Between(0.0, 1.0, above=True)] = None
     """Draw only from the fewest most probable tokens that together reach probability p."""
 
     min_p: Annotated[float | None, Between(0.0, 1.0)] = None

@@ -59,9 +59,9 @@ def load_custom(config: ModelConfig) -> None:
         CUSTOM[name] = block
 
 
-def name_again(config: Config, names: Mapping[str, Variant]) -> Config:
-    """`config`, as it was read from a run, with its custom blocks as they are named in `names`. (A
-    run may come from a stranger: only the user says which code is executed.)
+def rename_custom(config: Config, names: Mapping[str, Variant]) -> Config:
+    """`config`, read from a run, with its custom blocks as named in `names`. A run may come from a
+    stranger, so only the user decides which code is executed.
 
     **Raises:** `UserError` if a block of the run is not named, or another one is.
     """
@@ -92,7 +92,7 @@ def custom_sources(config: ModelConfig) -> dict[str, bytes]:
     """The files that the custom blocks of `config`, loaded, are in, by name."""
     found = {}
     for value in custom_blocks(config).values():
-        with contextlib.suppress(TypeError, OSError):  # typed at a prompt: there is no file
+        with contextlib.suppress(TypeError, OSError):  # no file: the class was typed at a prompt
             file = Path(inspect.getfile(CUSTOM[split_variant(value)[0]]))
             found[file.name] = file.read_bytes()
     return found
@@ -107,7 +107,7 @@ def load_class(name: str) -> type:
 
     file, _, cls = name.rpartition(":")
     path = Path(file).resolve()
-    require(path.is_file(), f"There is no file {file}, of which {cls} was to be taken.")
+    require(path.is_file(), f"There is no file {file} with the class {cls}.")
     stem = path.stem
     module = sys.modules.get(stem)
     if module is None:

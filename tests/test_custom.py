@@ -17,7 +17,7 @@ from jaxtyping import TypeCheckError
 from gptlite import load_run
 from gptlite.cli import parse_sample, parse_train
 from gptlite.config import CUSTOM, Config, ModelConfig, UserError
-from gptlite.custom import custom_options, custom_sources, load_custom, name_again
+from gptlite.custom import custom_options, custom_sources, load_custom, rename_custom
 from gptlite.files import write_json
 from gptlite.models.gpt import GPT
 from gptlite.nn import RMSNorm
@@ -86,7 +86,7 @@ def config_with(**blocks) -> Config:
     return Config(model=dataclasses.replace(TINY, **blocks))
 
 
-def test_a_name_becomes_a_class_and_a_name_again(file, tmp_path):
+def test_a_name_becomes_a_class_and_a_rename_custom(file, tmp_path):
     config = config_with(mlp=f"{file}:Twice")
     assert not Path("executed").exists()
     load_custom(config.model)
@@ -236,5 +236,5 @@ def test_a_file_that_has_changed_is_said(run, file, capsys):
 
 
 def test_naming_again_leaves_a_config_without_blocks_alone():
-    assert name_again(Config(), {}) == Config()
+    assert rename_custom(Config(), {}) == Config()
     assert type(GPT(TINY, VOCAB, key=jax.random.key(0)).norm) is RMSNorm

@@ -1,9 +1,9 @@
 """Autoregressive generation with a cache, in one compiled loop.
 
-A new token attends to everything before it, as long as that fits into the context. When the context
-of a text is full, the model forgets the older half: it reads the last half again, from position 0.
-So a token sees at least the last `context_length // 2` tokens and at most `context_length` tokens.
-Its logits are those that the model gives for that stretch of text alone, for any kind of block.
+A new token attends to the whole text before it, as long as that fits into the context. When the
+context of a text is full, the model drops the first half and reads the last half again, from
+position 0. So a token sees at least the last `context_length // 2` tokens, and at most
+`context_length`. Its logits are exactly those of the model for these tokens, for any kind of block.
 """
 
 from collections.abc import Iterator
@@ -65,19 +65,19 @@ def stream(
 ) -> Iterator[Int[Array, "batch chunk"]]:
     """`generate`, a few tokens at a time. Each row is what it would be alone with its key.
 
-    The model's layers are taken apart first, which costs as much as some forty tokens of a small
+    The model's layers are unstacked first, which takes as long as about forty tokens of a small
     model. To call this often, pass `model.unstacked()`.
 
     **Arguments:**
 
-    - `lengths`: how many tokens of each prompt are real; padding stands behind them. Default: all.
+    - `lengths`: how many tokens of each prompt are real; padding follows them. Default: all.
     - `keys`: a key for each row.
 
     **Raises:** `UserError` if a prompt is empty or longer than the context.
     """
     context = model.config.context_length
     longest = prompt.shape[1]
-    # A cache with one length for all rows is written at one place, which is faster.
+    # With one length for all rows, a cache is written at one position, which is faster.
     one_length = lengths is None or not len(prompt)
     length: np.ndarray = np.asarray(longest if one_length else lengths, np.int32)
     for tokens in (int(length.min()), int(length.max())):
@@ -112,8 +112,8 @@ def _start(model: GPT, padded: Int[Array, "batch room"], length: Rows) -> Genera
 
 @eqx.filter_jit
 def _forget(model: GPT, state: GenerationState) -> GenerationState:
-    """Makes room in the texts whose context is full. (Not in `_advance`'s loop: a condition there
-    would copy the cache at every token.)"""
+    """Drop the first half of the texts whose context is full. This is not in `_advance`'s loop,
+    because a condition there would copy the cache at every token."""
     context, cache = model.config.context_length, state.cache
     half = context // 2
     window = jnp.roll(cache.ids[..., -context:], half - context, axis=-1)
@@ -141,7 +141,7 @@ def _advance(
     """`count` tokens, no more than `TOKENS_PER_CALL` and the room in the context; the rest of the
     result is 0."""
 
-    # All random numbers at once: in the loop they took half the time of a small model.
+    # All random numbers are drawn before the loop. In it, they took half the time of a small model.
     made = state.made + jnp.arange(TOKENS_PER_CALL)
     token_keys = jax.vmap(lambda key: jax.vmap(jax.random.fold_in, (None, 0))(key, made))(keys)
     uniform = jax.vmap(jax.vmap(jax.random.uniform))(token_keys)
@@ -157,15 +157,15 @@ def _advance(
 
 
 def drop_single(x: Shaped[Array, "batch ..."]) -> Shaped[Array, "..."]:
-    """`x` without its batch axis, if that has the length 1: of such an axis in a cache, XLA's CPU
-    compiler makes a copy of the cache at every token."""
+    """`x` without its batch axis, if that has the length 1. With such an axis, XLA's CPU compiler
+    copies the cache at every token."""
     return x[0] if len(x) == 1 else x
 
 
 def next_logits(
     model: GPT, token: Int[Array, " batch"], cache: Cache
 ) -> tuple[Float[Array, "batch vocab"], Cache]:
-    """Logits of what follows `token`, and the cache with it read. The cache of a single text may
-    be without a batch axis."""
+    """Logits of the token after `token`, and the cache with `token` added. The cache of a single
+    text may have no batch axis."""
     hidden, cache = model.extend(token.reshape(*cache.ids.shape[:-1], 1), cache)
     return model.logits(hidden).reshape(len(token), model.vocab_size), cache

@@ -39,14 +39,14 @@ def candidates(
 def sample(
     logits: Float[Array, "batch vocab"], config: SamplingConfig, uniform: Float[Array, " batch"]
 ) -> Int[Array, " batch"]:
-    """One token a row: the first at which the probabilities, added up, exceed the row's number
-    from [0, 1). (One random number a token. The Gumbel trick takes one a candidate, and on a CPU
-    those took half the time of a small model.)"""
+    """One token a row: the first at which the cumulative probability exceeds the row's number in
+    [0, 1). That is one random number a token. The Gumbel trick needs one a candidate, which on a
+    CPU took half the time of a small model."""
     if config.greedy:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     kept, ids = candidates(logits, config)
     total = jnp.cumsum(jnp.exp(kept), axis=-1)
-    # Rounding may let a sum grow where an excluded token adds nothing.
+    # Rounding may increase a sum at an excluded token.
     reached = (total > uniform[:, None] * total[:, -1:]) & jnp.isfinite(kept)
     choice = jnp.argmax(reached, axis=-1)
     return jnp.take_along_axis(ids, choice[:, None], axis=-1)[:, 0].astype(jnp.int32)

@@ -9,7 +9,7 @@ from gptlite.text.tokenizer import Ids, Tokenizer
 class TextStream:
     """Decodes ids as they come, and stops before the first of the `stop` strings.
 
-    What may turn out to be part of a character or of a stop string is held back until it is known.
+    Bytes and characters that may be the beginning of a character or of a stop string are held back.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
@@ -20,12 +20,12 @@ class TextStream:
         self.stopped = False
 
     def feed(self, ids: Ids) -> str:
-        """What can be shown now that `ids` are here."""
+        """The text that can be shown after `ids`."""
         content = b"".join(self._tokenizer.token_bytes(int(i)) for i in ids)
         return self._show(self._decoder.decode(content))
 
     def finish(self) -> str:
-        """What was held back, now that nothing follows."""
+        """The text that was held back. Nothing follows."""
         rest = self._show(self._decoder.decode(b"", final=True)) + self._held
         return "" if self.stopped else rest
 

@@ -1,4 +1,4 @@
-"""Looking on while a model runs."""
+"""The attention weights inside a model."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -49,14 +49,13 @@ class _Watched(eqx.Module):
 def attention_maps(
     model: Callable[..., Any], *arguments: Any, **options: Any
 ) -> dict[str, Float[Array, "*batch heads queries keys"]]:
-    """The attention weights of all layers in `model(*arguments, **options)`, by their place in it,
-    `stack.blocks.0.attention` and so on.
+    """The attention weights of all layers in `model(*arguments, **options)`, by their path in the
+    model, as `stack.blocks.0.attention`.
 
-    They are those of every module that has a method `weights`, which is called with what the module
-    itself is called with: `Attention`, `CrossAttention`, or one of your own. Without any, there are
-    no maps. A model that nobody looks at computes nothing of it.
+    Every module with a method `weights` has one: `Attention`, `CrossAttention`, or your own. The
+    method is called with the arguments of the module.
 
-    **Raises:** `UserError` if what such a method returns has not the shape of attention weights.
+    **Raises:** `UserError` if such a method returns another shape than that of attention weights.
     """
 
     def unstacked(node):

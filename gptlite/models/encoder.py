@@ -19,9 +19,9 @@ class Encoder(Transformer):
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int, *, key: PRNGKeyArray):
-        """`vocab_size` includes ids that only mask.
+        """`vocab_size` includes ids such as a mask.
 
-        **Raises:** `UserError` if `config` describes a part that cannot look both ways.
+        **Raises:** `UserError` if `config` describes a part that is only for decoders.
         """
         super().__init__(
             config,
@@ -38,8 +38,8 @@ class Encoder(Transformer):
         lengths: Rows | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "*batch seq d_model"]:
-        """The first `lengths` ids of a sequence are real (default: all). Padding stands behind them
-        and changes nothing for them; its own vectors mean nothing. `key` switches dropout on."""
+        """The first `lengths` ids of a sequence are real (default: all). Padding follows them, and
+        does not change their vectors. `key` switches dropout on."""
         return self.with_aux_loss(ids, lengths=lengths, key=key)[0]
 
     def with_aux_loss(

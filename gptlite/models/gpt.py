@@ -78,7 +78,7 @@ class GPT(Transformer):
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "*batch seq vocab"]:
         """Logits of the token after each. The first `lengths` ids of a sequence are real (default:
-        all); padding stands behind them. `key` switches dropout on."""
+        all); padding follows them. `key` switches dropout on."""
         return self.with_aux_loss(ids, Context(lengths=lengths), key=key)[0]
 
     def with_aux_loss(
@@ -123,8 +123,8 @@ class GPT(Transformer):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def unstacked(self) -> "GPT":
-        """The same model with each layer's arrays apart. For loops over tokens: in there, arrays
-        that are taken apart would be copied at every token."""
+        """The same model, with separate arrays for each layer. For loops over tokens: if arrays
+        were unstacked inside the loop, they would be copied at every token."""
         if isinstance(self.stack, Layers):
             return self
         return eqx.tree_at(

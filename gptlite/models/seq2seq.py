@@ -54,7 +54,7 @@ class Seq2Seq(eqx.Module):
             final_norm=config.block != "post",
             key=decoder_key,
         )
-        # An array that stands in two places of a pytree would be trained as two.
+        # The same array in two places of a pytree would be trained as two.
         self.encoder = (
             eqx.tree_at(lambda e: e.embedding, encoder, None) if share_embedding else encoder
         )
@@ -82,7 +82,7 @@ class Seq2Seq(eqx.Module):
         token: see `shift_right`.
 
         The first `source_lengths` ids of a source and the first `lengths` ids of `inputs` are real
-        (default: all); padding stands behind them. `key` switches dropout on.
+        (default: all); padding follows them. `key` switches dropout on.
         """
         options = {"source_lengths": source_lengths, "lengths": lengths, "key": key}
         return self.with_aux_loss(source, inputs, **options)[0]
@@ -132,6 +132,6 @@ class Seq2Seq(eqx.Module):
 
 
 def shift_right(targets: Int[Array, "*batch seq"], start: int) -> Int[Array, "*batch seq"]:
-    """What the decoder reads to learn `targets`: a start token, and all but the last."""
+    """The decoder's inputs for `targets`: a start token, and all targets but the last."""
     first = jnp.full((*targets.shape[:-1], 1), start, targets.dtype)
     return jnp.concatenate([first, targets[..., :-1]], axis=-1)

@@ -24,8 +24,8 @@ class KVCache(eqx.Module):
         values: Float[Array, "*batch kv_heads seq d_head"],
         start: Rows,
     ) -> "KVCache":
-        """The cache with the positions from `start` on set. They must lie within the capacity:
-        `start` is only known when the program runs, so this is the caller's duty."""
+        """The cache with the positions from `start` on replaced. The caller ensures that they are
+        within the capacity: `start` is known only when the program runs."""
         return KVCache(
             keys=write_at(self.keys, keys, start, axis=-2),
             values=write_at(self.values, values, start, axis=-2),
@@ -33,13 +33,12 @@ class KVCache(eqx.Module):
 
 
 class Cache(eqx.Module):
-    """What a model keeps of the tokens that it has read."""
+    """What a model keeps of the tokens before."""
 
     layers: tuple[Any, ...]
-    """What each layer keeps, as its `init_cache` made it."""
+    """The caches of the layers, as their `init_cache` makes them."""
     ids: Int[Array, "*batch places"]
-    """The tokens. Before them stands a -1 (no token) for each earlier token that the embedding
-    looks back at."""
+    """The tokens, after a -1 (no token) for each earlier token that the embedding adds."""
     length: Rows
     """How many tokens have been read: a number for all sequences, or one for each."""
 

@@ -1,25 +1,25 @@
-"""What every layer is told besides its input."""
+"""What every layer gets besides its input."""
 
 import equinox as eqx
 from jaxtyping import Array, Float, Int
 
 # A number for all sequences of a batch, or one for each.
 Rows = Int[Array, "..."]
-# A plain int is known while JAX traces: 0 stands for whole sequences.
+# A plain int is known while JAX traces: 0 means whole sequences.
 Start = int | Rows
 
 
 class Context(eqx.Module):
-    """What every layer is told besides its input. The default is a whole sequence, all of it real.
+    """What every layer gets besides its input. The default is a whole sequence without padding.
 
-    One object for all, so that a new kind of layer adds a field here, and no argument to the layers
-    that do not need it.
+    It is one object, so that a new kind of layer adds a field here, and not an argument to all
+    other layers.
     """
 
     start: Start = 0
     """The position of the input's first token: as many tokens are in the cache."""
     lengths: Rows | None = None
-    """How many of the input's tokens are real. Padding stands behind them. None: all."""
+    """How many of the input's tokens are real; padding follows them. None: all."""
     first_values: Float[Array, "*batch seq d"] | None = None
     """The first layer's values, for `ValueResidual`."""
     memory: Float[Array, "*batch keys d_model"] | None = None

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 class Embedding(eqx.Module):
     """`scale` times row `id` of `weight`, for any array of ids (`eqx.nn.Embedding` takes a single
-    one); zeros for a negative id, which stands for no token.
+    one); zeros for a negative id, which means no token.
 
     Vaswani et al., 2017, section 3.4, scale by sqrt(d).
     """

@@ -1,7 +1,7 @@
 """Normalisation over the last axis, for any leading axes (`eqx.nn`'s norms take one vector).
 
-Statistics are taken in at least float32 whatever the input's dtype: in half precision, sums of
-squares overflow and lose digits.
+Statistics are computed in at least float32: in half precision, sums of squares overflow and lose
+digits.
 """
 
 import equinox as eqx

@@ -21,8 +21,7 @@ from gptlite.nn.embedding import Embedding
 
 
 class NoPositions(eqx.Module):
-    """The identity. The order of tokens is then known from the causal mask alone (Haviv et al.,
-    2022).
+    """The identity. Only the causal mask then tells the order of tokens (Haviv et al., 2022).
 
     Measured: against rotary, 0.112 ± 0.010 nats worse (benchmarks/blocks.md).
     """
@@ -148,12 +147,12 @@ class RelativeBias(eqx.Module):
 
 
 def _distance(queries: int, keys: int, start: Start) -> Int[Array, "*rows queries keys"]:
-    """From each query, at positions from `start` on, back to each key."""
+    """The position of each query, from `start` on, minus that of each key."""
     return positions(queries, start)[..., None] - jnp.arange(keys)
 
 
 def positions(seq: int, start: Start) -> Int[Array, "*rows seq"]:
-    """Those of `seq` tokens from `start` on."""
+    """The positions of `seq` tokens from `start` on."""
     return jnp.asarray(start)[..., None] + jnp.arange(seq)
 
 

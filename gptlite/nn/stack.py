@@ -14,7 +14,7 @@ from gptlite.nn.block import checked, split_key
 from gptlite.nn.context import WHOLE_SEQUENCE, Context
 from gptlite.sharding import constrain, gathered
 
-# What each layer keeps.
+# The cache of each layer.
 Caches = tuple[Any, ...] | None
 
 
@@ -60,10 +60,9 @@ class Layers(eqx.Module):
 class Stack(eqx.Module):
     """`n_layers` blocks of one kind, one after the other.
 
-    `blocks` holds the parameters of all layers, stacked: what is `[d_out, d_in]` in one block is
-    `[n_layers, d_out, d_in]` here. With `scan`, whole sequences go through the layers by
-    `lax.scan`, which compiles faster and gives the same result. With caches, the layers always run
-    one by one.
+    `blocks` holds the parameters of all layers, stacked: a matrix `[d_out, d_in]` of a block is
+    `[n_layers, d_out, d_in]` here. With `scan`, `lax.scan` runs the layers on whole sequences,
+    which compiles faster and gives the same result. With caches, the layers run one by one.
     """
 
     blocks: Any
@@ -86,8 +85,8 @@ class Stack(eqx.Module):
     def unstack(self) -> Layers:
         """The same layers, each with arrays of its own."""
         arrays, rest = eqx.partition(self.blocks, eqx.is_array)
-        # lax.unstack rather than indexing: its transpose joins the layers' gradients in one go,
-        # where each index would write a full-size array of zeros.
+        # lax.unstack, not indexing: its transpose joins the layers' gradients in one operation,
+        # where the transpose of each index writes an array of zeros for all layers.
         leaves, structure = jax.tree.flatten(arrays)
         rows = zip(*[lax.unstack(leaf) for leaf in leaves], strict=True)
         if not leaves:  # a block without parameters
@@ -135,7 +134,7 @@ class Stack(eqx.Module):
 def _run(
     block: Any, x: Array, cache: Any, context: Context, key: PRNGKeyArray | None
 ) -> tuple[Array, Any, Array]:
-    """One layer. Its parameters are gathered for it, and the rows of its output are spread."""
+    """One layer, with its parameters gathered and the rows of its output spread over devices."""
     out = gathered(block, "blocks.0")(x, cache, context, key=key)
     y, cache, aux_loss = checked(block, out, x, "(y, cache, aux_loss)")
     return constrain(y, "batch", None, None), cache, jnp.asarray(aux_loss, jnp.float32)

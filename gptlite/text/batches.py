@@ -17,8 +17,8 @@ Windows = Int[np.ndarray, "windows seq_and_next"]
 class Batches:
     """Windows of `context_length + 1` ids (inputs, and targets one further), shuffled.
 
-    An epoch cuts the text, from an offset of its own, into windows that follow each other without
-    overlap, and visits each once, in an order of its own. A batch may straddle two epochs.
+    In each epoch, the text is cut from another offset into consecutive windows without overlap, and
+    each window is used once, in another order. A batch may belong to two epochs.
 
     **Raises:** `UserError` if `tokens` is too short for a single window from every offset.
     """
@@ -56,7 +56,7 @@ class Batches:
 
     @functools.cached_property
     def _order(self) -> Callable[[int], tuple[int, Int[np.ndarray, " windows"]]]:
-        """`_epoch`, the last two of which are kept: a batch may straddle them."""
+        """`_epoch`, with the last two kept: a batch may belong to two epochs."""
 
         @functools.lru_cache(maxsize=2)
         def order(epoch: int):
@@ -82,7 +82,7 @@ def split_windows(tokens: Ids, context_length: int) -> tuple[Windows, int]:
     """All of `tokens` in consecutive windows of `context_length + 1`, each starting with the last
     id of the one before, and the number of targets in all, `len(tokens) - 1`.
 
-    What the last window lacks is filled with -1.
+    The last window is filled up with -1.
 
     **Raises:** `UserError` if there are fewer than 2 tokens.
     """

@@ -18,7 +18,7 @@ from gptlite.config import UserError, require
 from gptlite.progress import log, progress_bar
 from gptlite.text.shakespeare import download_shakespeare, load_shakespeare
 
-# The clone's data/ folder, wherever the command is typed.
+# The clone's data/ folder, independent of the working directory.
 DATA_FOLDER = Path(__file__).resolve().parents[2] / "data"
 
 # Bytes of a file that are read at once: few enough to stay in a core's cache.
@@ -147,7 +147,7 @@ def _hugging_face(name: str) -> Callable[[], Iterator[str]]:
         )
 
     def pieces() -> Iterator[str]:
-        # Rows are read from the disk as they are asked for.
+        # Rows are read from the disk, in batches.
         for number, batch in enumerate(rows.select_columns(column).iter(1000)):
             lines = [row for row in cast(dict[str, list[str]], batch)[column] if row]
             if lines:
@@ -183,7 +183,7 @@ def _path(path: Path) -> Callable[[], Iterator[str]]:
 
 
 def _read(path: Path) -> Iterator[str]:
-    """A UTF-8 file without its byte-order mark. Line ends stay as they are."""
+    """A UTF-8 file without its byte-order mark. Line ends are not changed."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     place = 0
     try:

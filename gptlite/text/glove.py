@@ -15,12 +15,12 @@ def read_glove(
     """A vector for each of `words`, and whether the file has one.
 
     The format is that of Pennington et al., 2014: a line a word, the word and its numbers, with a
-    space between. The file is read line by line, and only what is asked for is kept. Words that it
-    lacks get vectors drawn from a normal with the mean and the standard deviation of those found,
-    channel by channel.
+    space between. The file is read line by line, and only vectors of `words` are kept. Words that
+    it lacks get vectors from a normal distribution with the mean and the standard deviation of
+    those found, channel by channel.
 
-    **Raises:** `UserError` if the file cannot be read, a line is no such line, or none of the words
-    is in it.
+    **Raises:** `UserError` if the file cannot be read, a line has another format, or the file has
+    none of the words.
     """
     found: dict[str, np.ndarray] = {}
     wanted, d = set(words), 0

@@ -39,13 +39,13 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> Ids:
         """`text` as ids.
 
-        **Raises:** `UserError` if it has something that no id stands for.
+        **Raises:** `UserError` if a character is not in the vocabulary.
         """
         ...
 
     def boundary(self, text: str) -> int:
-        """A place in `text`, late rather than early, at which it may be cut: what is before it has
-        the same ids whatever follows. 0 where there is none."""
+        """The last place found in `text` where it may be cut: the ids before it do not depend on
+        what follows. 0 if there is none."""
         ...
 
     def token_bytes(self, token: int) -> bytes:

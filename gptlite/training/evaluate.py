@@ -19,7 +19,7 @@ from gptlite.text.tokens import Split
 from gptlite.training.fit import DivergenceError, Progress
 from gptlite.training.loss import window_losses
 
-# Tokens in one batch of evaluation: enough to keep a device busy, little enough for any memory.
+# Tokens in one batch of evaluation: enough to keep a device busy, few enough for any memory.
 TOKENS_PER_BATCH = 8192
 
 
@@ -47,15 +47,15 @@ class Evaluation:
         self._batches: Any = put(shaped, mesh)
 
     def __call__(self, model: GPT) -> Float[np.ndarray, "*seeds"]:
-        """Nats a token, without dropout or label smoothing; of several models, of each."""
+        """Nats a token of the model, or of each of several, without dropout and label smoothing."""
         with jax.set_mesh(self._mesh):
             summed = np.asarray(_summed_loss(model, self._batches, self._by_seed), np.float64)
         return np.asarray(summed / self._targets)
 
     def checked(self, progress: Progress) -> float:
-        """Nats a token of a single model.
+        """Nats a token of the model in `progress`.
 
-        **Raises:** `DivergenceError` if that is not finite.
+        **Raises:** `DivergenceError` if the loss is not finite.
         """
         val_loss = float(self(progress.state.model))
         if not math.isfinite(val_loss):
@@ -75,7 +75,7 @@ def bits_per_byte(val_loss: float, split: Split) -> float:
 def _summed_loss(
     model: GPT, batches: Int[Array, "batches rows seq_and_next"], by_seed: bool
 ) -> Float[Array, "*seeds"]:
-    """Nats over all of `batches`. Padding is -1, at the end; a target of -1 counts nothing."""
+    """The sum of the losses in `batches`, in nats. Targets of -1 are padding and do not count."""
     arrays, static = eqx.partition(model, eqx.is_array)
 
     def summed(arrays):

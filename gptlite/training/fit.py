@@ -1,4 +1,4 @@
-"""The training loop: dispatches of steps, one after the other."""
+"""The training loop: dispatches of several steps, one after the other."""
 
 import concurrent.futures
 import math
@@ -10,14 +10,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Float, PyTree
+from jaxtyping import PyTree
 
-from gptlite.config import TrainingConfig, UserError
+from gptlite.config import TrainingConfig, UserError, require
 from gptlite.sharding import local
 from gptlite.training.step import StepMetrics, TrainState, TrainSteps
 
-# Between dispatches a stop can be asked for. So where the steps of a line of metrics take longer
-# than this, they are dispatched in parts.
+# A stop is possible only between dispatches. So steps that take longer than this in total are
+# dispatched in parts.
 SECONDS_PER_DISPATCH = 2.0
 # Batches that are read ahead of the steps. More would only delay the start, and fill memory.
 MAX_AHEAD = 64
@@ -33,11 +33,11 @@ class Position:
     step: int = 0
     """Steps done."""
     losses: Sequence[float] = ()
-    """Of the steps since the last line of metrics; those of skipped updates are left out."""
+    """Losses of the steps since the last line of metrics, without those of skipped updates."""
     skipped: int = 0
     """Updates that were skipped because they were not finite."""
     step_seconds: float = 0.0
-    """Spent on steps, without compilation."""
+    """Time spent on steps, without compilation."""
 
 
 @dataclass(frozen=True)
@@ -46,19 +46,18 @@ class Progress:
 
     state: TrainState
     position: Position
-    """From here training goes on, with `state`."""
+    """Where training continues, with `state`."""
     train_loss: float | None
     """Nats a token: the mean over the steps since the last line of metrics, and over seeds; None
     if all updates were skipped."""
     grad_norm: float | None
     """Global norm of the last step's gradient, before clipping; None if it is not finite."""
     learning_rate: float
-    """That of the last step (with muon: of the matrices)."""
+    """Of the last step (with muon: of the matrices)."""
     steps_per_second: float
     """Of the last dispatch."""
-    ends_line: bool
-    """Whether a line of metrics ends here: at every `steps_per_dispatch` steps, and where an
-    evaluation is due."""
+    log_due: bool
+    """Whether a line of metrics is due: every `steps_per_dispatch` steps, and at evaluations."""
     evaluation_due: bool
     """Whether this step is a multiple of `eval_every`, or the last."""
 
@@ -74,21 +73,17 @@ class Progress:
 
 
 class DivergenceError(UserError):
-    """A loss or gradient that is not finite, and where it was."""
+    """A loss or gradient is not finite."""
 
     def __init__(self, report: dict[str, Any], batch: PyTree | None):
-        """`report`: `step`, `loss`, `grad_norm`, `learning_rate`. `batch`: the one that is to
-        blame, if it is known."""
+        """`report`: `step`, `loss`, `grad_norm`, `learning_rate`. `batch`: the batch that caused
+        it, if known."""
         self.report, self.batch = report, batch
         what = ", ".join(f"{name} {value:g}" for name, value in report.items() if name != "step")
+        skip = "; or, if only a few batches are to blame, --training.on-nonfinite skip"
         super().__init__(
             f"Training has diverged at step {report['step']}: {what}. Try a lower "
-            "--optimizer.learning-rate, or --optimizer.clip-norm 1"
-            + (
-                "."
-                if batch is None
-                else "; or, if only a few batches are to blame, --training.on-nonfinite skip."
-            )
+            f"--optimizer.learning-rate, or --optimizer.clip-norm 1{'' if batch is None else skip}."
         )
 
 
@@ -100,106 +95,98 @@ def fit(
     start: Position | None = None,
     stop_on_nonfinite: bool | None = None,
 ) -> Iterator[Progress]:
-    """Train `state` up to `training.steps`; yield after every dispatch of steps.
+    """Train `state` up to `training.steps`, and yield after every dispatch of steps.
 
     The steps are compiled before this returns.
 
     **Arguments:**
 
-    - `state`: of `train_steps.init`, or restored. Its memory is reused.
+    - `state`: from `train_steps.init`, or restored. Its memory is reused.
     - `batch(step)`: NumPy arrays, in any pytree, that begin with an axis of `training.batch_size`
       (of several seeds, with the axes `seeds` and `batch_size`). It is called ahead of the steps,
-      on a thread. A run can be repeated only if it gives the same for the same step.
-    - `start`: where to go on from, with a restored state.
+      on a thread. A run can be repeated only if the same step always gets the same batch.
+    - `start`: where to continue, with a restored state.
     - `stop_on_nonfinite`: by default what `training.on_nonfinite` says.
 
-    **Raises:** `UserError` if a batch has not the size, the shapes, the dtypes or the vocabulary
-    that it should have, or `state` is not of the step `start`; `DivergenceError` at a loss or
-    gradient that is not finite.
+    **Raises:** `UserError` if a batch has the wrong size, shapes, dtypes or vocabulary, or `state`
+    is of another step than `start`; `DivergenceError` at a loss or gradient that is not finite.
     """
     training = train_steps.training
+    start = Position() if start is None else start
+    require(
+        bool(np.all(np.asarray(state.step) == start.step)),
+        f"The state is of step {state.step}, and training is to continue at {start.step}.",
+    )
+    stops = training.on_nonfinite == "stop" if stop_on_nonfinite is None else stop_on_nonfinite
     capacity = min(training.steps_per_dispatch, training.eval_every, training.steps)
     read = _Reader(batch, train_steps, capacity)
-    at = Position() if start is None else start
-    if np.any(np.asarray(state.step) != at.step):
-        raise UserError(
-            f"The state is of step {state.step}, and training is to go on at {at.step}."
-        )
-    stops = training.on_nonfinite == "stop" if stop_on_nonfinite is None else stop_on_nonfinite
     try:
-        # No steps: compiles, so that the speeds below are those of steps.
-        state, _ = train_steps(state, read(at.step, 0), 0)
+        # No steps: this compiles the program, so that the speeds below are those of steps.
+        state, _ = train_steps(state, read(start.step, 0), 0)
     except BaseException:
         read.close()
         raise
 
-    def loop(state: TrainState, at: Position) -> Iterator[Progress]:
-        try:
-            yield from dispatches(state, at)
-        finally:
-            read.close()
-
-    def dispatches(state: TrainState, at: Position) -> Iterator[Progress]:
-        losses, per_dispatch = list(at.losses), 1
-        step, skipped, step_seconds = at.step, at.skipped, at.step_seconds
+    def loop(state: TrainState) -> Iterator[Progress]:
+        losses, per_dispatch = list(start.losses), 1
+        step, skipped, step_seconds = start.step, start.skipped, start.step_seconds
         while step < training.steps:
             line_end = _line_end(step, training)
             count = min(per_dispatch, line_end - step)
             batches = read(step, count)
             began = time.perf_counter()
             state, metrics = train_steps(state, batches, count)
-            metrics = _on_host(metrics, count)
-            took = time.perf_counter() - began
-            per_dispatch = max(1, min(capacity, int(SECONDS_PER_DISPATCH * count / took)))
-            step_seconds += took
-
-            finite = metrics.finite
-            if stops and not finite.all():
-                bad = int(np.argmin(np.atleast_2d(finite).all(axis=0)))
-                report = {
-                    "step": step + bad + 1,
-                    "loss": float(metrics.loss[..., bad].mean()),
-                    "grad_norm": float(metrics.grad_norm[..., bad].mean()),
-                    "learning_rate": train_steps.learning_rate(step + bad - skipped),
-                }
-                raise DivergenceError(report, jax.tree.map(operator.itemgetter(bad), batches))
-            losses += metrics.loss[finite].tolist()
-            skipped += int((~finite).sum())
+            metrics = jax.tree.map(lambda x, n=count: np.asarray(x)[..., :n], metrics)
+            seconds = time.perf_counter() - began
+            per_dispatch = max(1, min(capacity, int(SECONDS_PER_DISPATCH * count / seconds)))
+            step_seconds += seconds
+            if stops and not metrics.finite.all():
+                raise _diverged(metrics, step, skipped, batches, train_steps)
+            losses += metrics.loss[metrics.finite].tolist()
+            skipped += int((~metrics.finite).sum())
             step += count
-            ends_line = step == line_end
+            log_due = step == line_end
             norm = float(metrics.grad_norm[..., -1].mean())
             yield Progress(
                 state=state,
-                position=Position(step, () if ends_line else tuple(losses), skipped, step_seconds),
+                position=Position(step, () if log_due else tuple(losses), skipped, step_seconds),
                 train_loss=float(np.mean(losses)) if losses else None,
                 grad_norm=norm if math.isfinite(norm) else None,
-                # Only updates count for the schedule.
+                # The schedule counts updates.
                 learning_rate=train_steps.learning_rate(max(0, step - skipped - 1)),
-                steps_per_second=count / took,
-                ends_line=ends_line,
+                steps_per_second=count / seconds,
+                log_due=log_due,
                 evaluation_due=step % training.eval_every == 0 or step == training.steps,
             )
-            if ends_line:
+            if log_due:
                 losses = []
 
-    return loop(state, at)
+    def closing(progress: Iterator[Progress]) -> Iterator[Progress]:
+        try:
+            yield from progress
+        finally:
+            read.close()
+
+    return closing(loop(state))
 
 
-@dataclass(frozen=True)
-class _Metrics:
-    loss: Float[np.ndarray, "*seeds steps"]
-    grad_norm: Float[np.ndarray, "*seeds steps"]
-    finite: Bool[np.ndarray, "*seeds steps"]
-
-
-def _on_host(metrics: StepMetrics, count: int) -> _Metrics:
-    arrays = (metrics.loss, metrics.grad_norm, metrics.finite)
-    return _Metrics(*(np.asarray(x)[..., :count] for x in arrays))
+def _diverged(
+    metrics: StepMetrics, step: int, skipped: int, batches: PyTree, train_steps: TrainSteps
+) -> DivergenceError:
+    """The error for the first step after `step` that is not finite."""
+    bad = int(np.argmin(np.atleast_2d(np.asarray(metrics.finite)).all(axis=0)))
+    report = {
+        "step": step + bad + 1,
+        "loss": float(metrics.loss[..., bad].mean()),
+        "grad_norm": float(metrics.grad_norm[..., bad].mean()),
+        "learning_rate": train_steps.learning_rate(step + bad - skipped),
+    }
+    return DivergenceError(report, jax.tree.map(operator.itemgetter(bad), batches))
 
 
 def _line_end(step: int, training: TrainingConfig) -> int:
-    """The step at which the line of metrics ends that the step after `step` belongs to: the same
-    wherever a run was stopped and resumed."""
+    """The step at which the line of metrics ends that begins at or before `step`. It does not
+    depend on where a run was stopped and resumed."""
     since_evaluation = step % training.eval_every
     lines = since_evaluation // training.steps_per_dispatch + 1
     end = step - since_evaluation + min(lines * training.steps_per_dispatch, training.eval_every)
@@ -207,28 +194,28 @@ def _line_end(step: int, training: TrainingConfig) -> int:
 
 
 class _Reader:
-    """Batches for dispatches, `read(step, count)`, that a thread has read ahead."""
+    """Reads batches ahead of the steps, on a thread."""
 
     def __init__(self, batch: BatchOf, train_steps: TrainSteps, capacity: int):
         self._batch, self._train_steps, self._capacity = batch, train_steps, capacity
         self._depth = min(2 * capacity, MAX_AHEAD)
         self._thread = concurrent.futures.ThreadPoolExecutor(1)
-        self._asked: dict[int, concurrent.futures.Future[PyTree]] = {}
+        self._pending: dict[int, concurrent.futures.Future[PyTree]] = {}
         self._kind: PyTree = None
 
     def __call__(self, step: int, count: int) -> PyTree:
-        """`count` batches from `step` on, one below the other, with zeros up to the capacity."""
+        """`count` batches from `step` on, stacked, followed by zeros up to the capacity."""
         steps = self._train_steps.training.steps
         end = max(step + max(count, 1), min(step + self._depth, steps))
         for ahead in range(step, end):
-            if ahead not in self._asked:
-                self._asked[ahead] = self._thread.submit(self._batch, ahead)
-        # One at least, for its shapes.
-        found = [self._asked[i].result() for i in range(step, step + max(count, 1))]
-        for i, read in enumerate(found):
-            self._check(step + i, read)
+            if ahead not in self._pending:
+                self._pending[ahead] = self._thread.submit(self._batch, ahead)
+        # At least one, for its shapes.
+        batches = [self._pending[i].result() for i in range(step, step + max(count, 1))]
+        for i, batch in enumerate(batches):
+            self._check(step + i, batch)
         for i in range(step, step + count):
-            del self._asked[i]
+            del self._pending[i]
 
         def stack(*leaves):
             stacked = np.zeros((self._capacity, *np.shape(leaves[0])), np.asarray(leaves[0]).dtype)
@@ -236,17 +223,17 @@ class _Reader:
                 stacked[i] = leaf
             return stacked
 
-        return jax.tree.map(stack, *found)
+        return jax.tree.map(stack, *batches)
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop reading."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _check(self, step: int, batch: PyTree) -> None:
+        """**Raises:** `UserError` if the batch does not fit."""
         kind = jax.tree.map(lambda x: f"{np.asarray(x).dtype}{list(np.shape(x))}", batch)
-        wanted = (self._train_steps.training.batch_size,)
-        if self._train_steps.seeds is not None:
-            wanted = (self._train_steps.seeds, *wanted)
+        seeds, vocab_size = self._train_steps.seeds, self._train_steps.vocab_size
+        wanted = (*(() if seeds is None else (seeds,)), self._train_steps.training.batch_size)
         leaves = jax.tree.leaves(batch)
         same = self._kind is None or kind == self._kind
         if not leaves or not same or any(np.shape(x)[: len(wanted)] != wanted for x in leaves):
@@ -255,7 +242,6 @@ class _Reader:
                 f"the same shapes and dtypes at every step, got {kind} at step {step}."
             )
         self._kind = kind
-        vocab_size = self._train_steps.vocab_size
         if vocab_size is not None and np.max(leaves[0]) >= vocab_size:
             raise UserError(
                 f"The text has a token {np.max(leaves[0])}, and the model's vocabulary ends at "

@@ -16,7 +16,7 @@ from gptlite.nn.embedding import Embedding
 from gptlite.nn.stack import Stack
 from gptlite.training.muon import scale_by_orthogonalization
 
-# Jordan et al.'s.
+# As in Jordan et al.
 MUON_MOMENTUM = 0.95
 
 
@@ -37,14 +37,14 @@ def make_schedule(config: OptimizerConfig, steps: int) -> Callable[[ArrayLike], 
         decay = max(1, round(config.decay_fraction * steps))
         after = optax.linear_schedule(1.0, final, decay, transition_begin=max(0, rest - decay))
     if warmup > 0:
-        # From 1 / (warmup + 1): a first step at 0 would be a step wasted.
+        # From 1 / (warmup + 1): a first step at 0 would change nothing.
         rise = optax.linear_schedule(1.0 / (warmup + 1), 1.0, warmup)
         after = optax.join_schedules([rise, after], [warmup])
     return lambda step: jnp.asarray(after(step), jnp.float32)
 
 
 def _inverse_sqrt(peak: int, step: ArrayLike) -> Array:
-    """Falls with the root of the number of steps, from 1 at `peak` steps, where `step` is 0."""
+    """1 at step 0, after `peak` steps of warm-up; then falls with the root of the steps."""
     return jnp.sqrt(peak / (peak + jnp.asarray(step)))
 
 
@@ -78,9 +78,8 @@ def make_optimizer(
         )
         if not any(jax.tree.leaves(matrix)):
             raise UserError(
-                "The optimizer muon is for the matrices of a Stack, and the model has none. (A "
-                "model made by unstacked() cannot be trained by muon: train the one that it was "
-                "made of, or take the optimizer adamw.)"
+                "The optimizer muon is for the matrices of a Stack, and the model has none. Train "
+                "the model before unstacked(), or use the optimizer adamw."
             )
         kinds = jax.tree.map(
             lambda by_muon, decays: "muon" if by_muon else f"decay {decays}", matrix, decayed
@@ -103,7 +102,7 @@ def make_optimizer(
                 "decay True": adam(weight_decay=config.weight_decay),
                 "decay False": adam(weight_decay=0.0),
             },
-            # A function, because optax would call the tree: it is a model, and those are callable.
+            # A function: optax would call the tree itself, because it is a model.
             lambda _: kinds,
         )
     if config.clip_norm is not None:
@@ -118,8 +117,7 @@ def is_parameter(x: Any) -> bool:
 
 
 def inside(params: PyTree, kind: type | tuple[type, ...]) -> PyTree:
-    """For each parameter, whether it is in a module of that kind. (In a `Stack`, it has a leading
-    layer axis.)"""
+    """For each parameter, whether it is in a module of that kind."""
     return jax.tree.map(
         lambda node: jax.tree.map(lambda _: isinstance(node, kind), node),
         params,

@@ -26,8 +26,8 @@ from gptlite.training.optimizer import is_parameter, make_optimizer, make_schedu
 
 T = TypeVar("T")
 
-# `losses(model, batch, label_smoothing=, key=)`: in nats, of any shape, of which the mean is taken;
-# or a pair of these and an auxiliary loss, which is added to the mean.
+# `losses(model, batch, label_smoothing=, key=)`: losses in nats, of any shape, whose mean is
+# minimised; or a pair of these and an auxiliary loss, which is added to the mean.
 Losses = Callable[..., Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, ""]]]
 # `counts(batch)`: False where a loss does not count, as for padding.
 Counts = Callable[[PyTree], Bool[Array, "..."]]
@@ -36,8 +36,7 @@ Trainable = Callable[[Any], bool] | PyTree[bool]
 
 
 class TrainState(eqx.Module):
-    """Everything that changes in training. (With several seeds, every array has an axis of
-    seeds.)"""
+    """Everything that changes in training. With several seeds, every array has an axis of seeds."""
 
     model: Any
     optimizer_state: Any
@@ -45,19 +44,19 @@ class TrainState(eqx.Module):
 
 
 class StepMetrics(eqx.Module):
-    """What each step of a dispatch reports. (With several seeds, an axis of seeds comes first.)"""
+    """What each step of a dispatch reports. With several seeds, an axis of seeds comes first."""
 
     loss: Float[Array, "*steps"]
     """Without the auxiliary loss."""
     grad_norm: Float[Array, "*steps"]
     finite: Bool[Array, "*steps"]
-    """Whether loss and gradient were; with `on_nonfinite` skip, whether the update was made."""
+    """Whether loss and gradient (with `on_nonfinite` skip: and update) were finite."""
 
 
 class TrainSteps:
-    """The update, compiled: `train_steps(state, batches, count)` does `count` steps.
+    """The compiled update: `train_steps(state, batches, count)` does `count` steps.
 
-    The count is data, not shape: there is one program for any number of steps.
+    One program serves any number of steps, because the count is an argument of it.
     """
 
     def __init__(
@@ -76,9 +75,10 @@ class TrainSteps:
 
         - `model`: a model like those that will be trained, or `eqx.filter_eval_shape` of one, with
           a `config`, a `ModelConfig`.
-        - `losses(model, batch, label_smoothing=, key=)`: in nats, of any shape. Their mean over the
-          whole batch is minimised, whatever the number of devices and of parts. To train mixtures
-          of experts, return a pair: the losses, and the auxiliary loss that is added to the mean.
+        - `losses(model, batch, label_smoothing=, key=)`: losses in nats, of any shape. Their mean
+          over the whole batch is minimised. It does not depend on the number of devices and parts.
+          For mixtures of experts, a pair: the losses, and the auxiliary loss, which is added to the
+          mean.
         - `counts(batch)`: of the same shape, False where a loss does not count. Default: all count.
         - `trainable`: which parameters are trained, as a filter for `eqx.partition`. Default: all.
         - `seeds`: one for each of several models that are trained side by side, on a `seeds_mesh`.
@@ -97,10 +97,10 @@ class TrainSteps:
         alone = seeds is None
         self.seeds = None if seeds is None else len(seeds)
         self.vocab_size: int | None = None
-        """Of a model that learns from windows of ids: no id may be larger."""
+        """Of a model that is trained on windows of ids: ids must be below it."""
         if losses is window_losses:
             self.vocab_size = getattr(model, "vocab_size", None)
-        # Seeds are data: a new one compiles nothing.
+        # Seeds are arguments of the program, so that a new one compiles nothing.
         self._seeds = np.asarray(training.seed if seeds is None else seeds, np.int32)
         if not alone:
             self._seeds = place_seeds(jnp.asarray(self._seeds), mesh)
@@ -146,14 +146,14 @@ class TrainSteps:
     def compiled(
         self, state: TrainState, batches: PyTree[Shaped[np.ndarray, "steps ..."]]
     ) -> jax.stages.Compiled:
-        """The program that a call runs, to inspect."""
+        """The program that a call runs, for inspection."""
         with jax.set_mesh(self.mesh):
             data = (place_batches(batches, self.mesh), jnp.asarray(0), self._seeds)
             run: Any = self._run
             return run.lower(data, state).compile().compiled
 
     def learning_rate(self, step: int) -> float:
-        """That of the update after `step` others (with muon: of the matrices)."""
+        """The learning rate of the update after `step` others (with muon: of the matrices)."""
         return self._peak * float(self._schedule(step))
 
     def _steps(
@@ -237,8 +237,8 @@ class TrainSteps:
         key: PRNGKeyArray,
         counted: Float[Array, ""] | Int[Array, ""],
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """The mean loss of one of the parts of a batch, in all parts of which `counted` losses
-        count; and the auxiliary loss."""
+        """The mean loss of one part of a batch, and the auxiliary loss. In all parts together,
+        `counted` losses count."""
         config = self.training
         model = cast(model, jnp.dtype(config.compute_dtype))
         has_dropout = max(model.config.dropout, model.config.attention_dropout) > 0
@@ -257,7 +257,7 @@ class TrainSteps:
                 f"counts must have the shape of the losses, {list(losses.shape)}, got "
                 f"{list(counts.shape)}."
             )
-        # Divided by the count in all parts, so that every loss weighs the same.
+        # Divided by the count in all parts, so that every loss has the same weight.
         return jnp.sum(jnp.where(counts, losses, 0)) * config.accumulation / counted, aux_loss
 
 

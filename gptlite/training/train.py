@@ -26,25 +26,26 @@ def train(
     trainable: Trainable = is_parameter,
     evaluate: Callable[[M], str] = lambda model: "",
 ) -> M:
-    """A copy of `model`, trained for `training.steps` steps. Progress is shown on the way.
+    """A copy of `model`, trained for `training.steps` steps. Progress is shown.
 
     All devices share every batch (`gptlite.runtime.set_up_jax(2)`, at the start of a program, makes
-    two of a CPU). Nothing is saved. Of `training`, what is for `train.py` does nothing here:
+    two devices of a CPU). Nothing is saved. These fields of `training` are for `train.py` only:
     `cpu_devices`, `sample_tokens`, `save_seconds`, `keep`.
 
     **Arguments:**
 
-    - `model`: with a `config`, a `ModelConfig`, which tells if there is dropout.
+    - `model`: with a `config`, a `ModelConfig`, which says if there is dropout.
     - `losses(model, batch, label_smoothing=, key=)`, `counts(batch)`, `trainable`: see
       `TrainSteps`.
     - `batch(step)`: NumPy arrays, in any pytree, that begin with an axis of `training.batch_size`.
-      The same for the same step, if training is to be repeatable. Called on a thread.
+      Training can be repeated only if the same step always gets the same batch. Called on a
+      thread.
     - `evaluate(model)`: called every `training.eval_every` steps and at the end. What it returns is
       printed. The model that it is given lives until it returns.
 
     **Raises:** `UserError` if the devices cannot share a batch, the optimizer does not fit the
-    model, or a batch has not the size or the shapes that it should; `DivergenceError` at a loss or
-    gradient that is not finite.
+    model, or a batch has the wrong size or shapes; `DivergenceError` at a loss or gradient that is
+    not finite.
     """
     train_steps = TrainSteps(
         model, optimizer, training, make_mesh(), losses=losses, counts=counts, trainable=trainable

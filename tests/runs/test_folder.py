@@ -99,7 +99,7 @@ def train(
     with run.being_trained(TOKENIZER):
         for progress in fitting:
             val_loss = EVALUATE.checked(progress) if progress.evaluation_due else None
-            if progress.ends_line:
+            if progress.log_due:
                 run.log(progress, val_loss)
             if val_loss is not None or progress.step == until or progress.step % every == 0:
                 run.save(progress)
@@ -514,7 +514,7 @@ def test_a_folder_that_is_deleted_under_the_run_ends_it(when, tmp_path):
                 for progress in fitting:
                     if progress.step > 6:
                         shutil.rmtree(path, ignore_errors=True)
-                    if when == "logging" and progress.ends_line:
+                    if when == "logging" and progress.log_due:
                         run.log(progress, None)
                     if when == "saving":
                         run.save(progress)

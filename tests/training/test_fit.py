@@ -58,7 +58,7 @@ def run(config: Config, split=SPLIT, model: GPT | None = None):
     lines, arrays = [], []
     for progress in fit(train_steps.init(model), train_steps, batches_of(config, split)):
         val_loss = evaluate.checked(progress) if progress.evaluation_due else None
-        if progress.ends_line:
+        if progress.log_due:
             lines.append(line_of(progress, val_loss))
         arrays = arrays_of(progress.state)
     return lines, arrays
@@ -175,7 +175,7 @@ def test_however_steps_are_dispatched_nothing_changes(finished, monkeypatch):
     lines, pending = [], []
     for progress in fit(train_steps.init(new_model()), train_steps, batches_of(CONFIG)):
         pending.append(len(progress.position.losses))
-        if progress.ends_line:
+        if progress.log_due:
             lines.append(line_of(progress))
     assert pending[:11] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
     assert len(pending) == 45
@@ -193,7 +193,7 @@ def test_it_goes_on_from_a_position(finished, monkeypatch):
             break
     lines, arrays = [], []
     for progress in fit(state, train_steps, batches_of(CONFIG), start=at):
-        if progress.ends_line:
+        if progress.log_due:
             lines.append(line_of(progress))
         arrays = arrays_of(progress.state)
     assert lines == [record | {"val_loss": None} for record in finished[0][1:]]
@@ -224,7 +224,7 @@ def test_text_of_another_tokenizer_is_refused():
 
 def test_a_state_of_another_step_is_refused():
     train_steps = steps_of(CONFIG)
-    with pytest.raises(UserError, match="state is of step 0, and training is to go on at 10"):
+    with pytest.raises(UserError, match="state is of step 0, and training is to continue at 10"):
         fit(train_steps.init(new_model()), train_steps, batches_of(CONFIG), start=Position(step=10))
 
 
