@@ -5,11 +5,15 @@ import dataclasses
 import io
 import os
 import re
+import runpy
 import signal
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import equinox as eqx
 import jax
@@ -87,9 +91,7 @@ GPT2 = {
 # Every block and every way of putting them together, in a few models.
 VARIANTS = {
     "default": {},
-    "gpt2": GPT2,
-    "scan": {"stack": "scan", "mlp": "silu", "logit_cap": 3.0},
-    "learned": {"positions": "learned", "attention": "full:value_residual=true"},
+    "gpt2-values": GPT2 | {"attention": "full:value_residual=true"},
     "sinusoidal-post": {
         "positions": "sinusoidal",
         "block": "post",
@@ -97,12 +99,14 @@ VARIANTS = {
         "bias": True,
         "mlp": "swiglu",
     },
-    "alibi-grouped": {
+    "alibi-grouped-scan": {
         "positions": "alibi",
         "n_heads": 4,
         "n_kv_heads": 2,
         "qk_norm": False,
-        "mlp": "relu",
+        "mlp": "silu",
+        "logit_cap": 3.0,
+        "stack": "scan",
     },
     "relative-sliding-parallel": {
         "positions": "relative",
@@ -161,6 +165,25 @@ def refusal(parse: Callable[[list[str]], Any], words: list[str]) -> str | None:
         return None
     assert code == 2
     return " ".join(re.sub(r"[│╭╰╮╯─]|\x1b\[[0-9;]*m", " ", said.getvalue()).split())
+
+
+def run_script(name: str, *words: str, folder: Path, stdin: str = "") -> SimpleNamespace:
+    """Exit code and output of a script, typed in `folder`, but run in this process, which has JAX
+    and compiled programs already."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.chdir(folder))
+        stack.enter_context(contextlib.redirect_stdout(out))
+        stack.enter_context(contextlib.redirect_stderr(err))
+        stack.enter_context(mock.patch.object(sys, "argv", [name, *words]))
+        typed = io.TextIOWrapper(io.BytesIO(stdin.encode()))
+        stack.enter_context(mock.patch.object(sys, "stdin", typed))
+        stack.enter_context(mock.patch.dict(os.environ, {"COLUMNS": "200"}))
+        try:
+            runpy.run_path(str(ROOT / name), run_name="__main__")
+        except SystemExit as stop:
+            code = stop.code or 0
+    return SimpleNamespace(code=code, out=out.getvalue(), err=err.getvalue())
 
 
 @pytest.fixture(scope="session", params=list(VARIANTS))

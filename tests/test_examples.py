@@ -1,54 +1,19 @@
-"""The examples, each as it is typed, for a few steps."""
+"""What the examples promise. (`tests/soak/docs.py`, which `.ci/run` starts, runs them all.)"""
 
 import re
 import runpy
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
-from conftest import PLAY, ROOT, TEXT, VOCAB, tiny_model
+from conftest import ROOT, TEXT, VOCAB, run_script, tiny_model
 
 from gptlite.custom import load_class
 from gptlite.generation.generate import generate
 from gptlite.research.check_block import CHECKS, check_block
 
 RECURRENT = f"{ROOT / 'examples' / 'gated_linear_attention.py'}:GatedLinearAttention"
-
-# Enough words, and speakers with enough speeches.
-WORDS = " ".join(f"{a}{b}{c}" for a in "bdfgklmnprst" for b in "aeiou" for c in "bdfgklmnprstvwxyz")
-MORE = " ".join(f"{a}{b}{c}e" for a in "bdfgklmnprst" for b in "aeiou" for c in "bdfgklmnprstvwxyz")
-
-
-def run(name, *words):
-    return subprocess.run(
-        [sys.executable, str(ROOT / "examples" / name), *words],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "said"),
-    [
-        ("rot13.py", WORDS + " " + MORE, r"exactly right of 1,000 unseen words: [\d.]+%"),
-        ("reverse.py", None, r"0 1 5 9 0 3 5 2 5 7 -> .*"),
-        ("masked.py", PLAY, r"mean of embeddings +[\d.]+%"),
-        ("glove.py", WORDS, r"frozen to the vectors:\nstep 2/2 .* nats a word"),
-    ],
-)
-def test_it_runs(tmp_path, name, text, said):
-    words = ["--steps", "2"]
-    if text is not None:
-        (tmp_path / "text.txt").write_text(text)
-        words += ["--corpus", str(tmp_path / "text.txt")]
-    done = run(name, *words)
-    assert done.returncode == 0, done.stderr
-    assert "step 2/2" in done.stdout
-    assert re.search(said, done.stdout), done.stdout
 
 
 def test_a_recurrent_state_passes_all_checks_and_serves_prompts_of_different_lengths():
@@ -70,15 +35,9 @@ def test_a_recurrent_state_trains_samples_and_resumes(tmp_path):
     data = ["--run", "gla", "--data.corpus", str(tmp_path / "text.txt"), *shape]
 
     def script(name, *words):
-        done = subprocess.run(
-            [sys.executable, str(ROOT / name), *words, *custom],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        done = run_script(name, *words, *custom, folder=tmp_path)
+        assert done.code == 0, done.err
+        return done.out
 
     script("train.py", *data, "--training.steps", "4")
     script("train.py", "--resume", "gla", "--training.steps", "8")
@@ -104,10 +63,10 @@ def test_the_answers_to_reverse_are_the_ones_that_it_describes():
     ],
 )
 def test_a_text_that_will_not_do_is_said(tmp_path, name, text, sentence):
-    words = []
+    name, *words = name.split()
     if text is not None:
         (tmp_path / "text.txt").write_text(text)
-        words = ["--corpus", str(tmp_path / "text.txt")]
-    done = run(*name.split(), *words)
-    assert done.returncode == 2
-    assert re.fullmatch(sentence + "\n", done.stderr), done.stderr
+        words += ["--corpus", "text.txt"]
+    done = run_script(f"examples/{name}", *words, folder=tmp_path)
+    assert done.code == 2
+    assert re.fullmatch(sentence + "\n", done.err), done.err

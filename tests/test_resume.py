@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import TEXT
-from soak.kill_loop import ROOT, compare, kill_loop, metrics, run, settings, start
+from conftest import TEXT, run_script
+from soak.kill_loop import ROOT, compare, kill_loop, metrics, settings, start
 
 import train
 from gptlite.runs.checkpoints import list_steps
@@ -19,9 +19,9 @@ STEPS = 150
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """A folder with two runs: `whole`, and `killed`, which was killed twice."""
+    """A folder with two runs: `whole`, and `killed`, which was killed once."""
     folder = tmp_path_factory.mktemp("runs")
-    counts = kill_loop(folder, kills=2, steps=STEPS)
+    counts = kill_loop(folder, kills=1, steps=STEPS)
     assert counts["too late"] == 0, counts
     return folder
 
@@ -88,11 +88,11 @@ def test_what_cannot_be_resumed_is_named(place, words, said, monkeypatch, capsys
 def test_a_run_is_extended_from_elsewhere_with_the_same_text(place, tmp_path):
     (tmp_path / "moved.txt").write_text(TEXT)
     words = ["--training.steps", "160", "--training.eval-every", "80", "--training.keep", "1"]
-    said = run(
-        ["--resume", str(place / "runs" / "killed"), "--data.corpus", "moved.txt", *words], tmp_path
-    )
-    assert "from step 150" in said
     path = place / "runs" / "killed"
+    words = ["--resume", str(path), "--data.corpus", "moved.txt", *words]
+    done = run_script("train.py", *words, folder=tmp_path)
+    assert done.code == 0, done.err
+    assert "from step 150" in done.out
     records = metrics(path)
     assert records[: len(metrics(place / "runs" / "whole"))] == metrics(place / "runs" / "whole")
     assert records[-1]["step"] == 160
@@ -121,8 +121,10 @@ def test_a_signal_saves_and_says_how_to_go_on(number, code, tmp_path):
     if number == signal.SIGTERM:
         return
     # And what it said works.
-    said = run(["--resume", "runs/one", "--training.steps", str(step + 3)], tmp_path)
-    assert f"from step {step}" in said
+    words = ["--resume", "runs/one", "--training.steps", str(step + 3)]
+    done = run_script("train.py", *words, folder=tmp_path)
+    assert done.code == 0, done.err
+    assert f"from step {step}" in done.out
 
 
 def test_a_full_disk_ends_the_run_and_loses_nothing(place, tmp_path):
@@ -144,7 +146,8 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(place, tmp_path):
     assert command.strip() == "python train.py --resume runs/one"
     kept = tmp_path / "runs" / "one" / "checkpoints" / "150"
     assert all(p.read_bytes() == before[p] for p in kept.rglob("*") if p.is_file())
-    run(["--resume", "one", "--training.steps", "154"], tmp_path)
+    words = ["--resume", "one", "--training.steps", "154"]
+    assert run_script("train.py", *words, folder=tmp_path).code == 0
 
 
 def test_a_loss_that_is_not_finite_saves_the_batch_and_keeps_the_last_good_checkpoint(

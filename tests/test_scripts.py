@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TEXT
+from conftest import ROOT, TEXT, run_script
 
 import sample
 import train
@@ -38,24 +38,17 @@ TINY = [
 ]
 
 
-def command(script: str, *words: str, cwd: Path, text: str = "") -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, str(ROOT / script), *words],
-        cwd=cwd,
-        input=text,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": "200"},
-    )
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     """A folder with a text and one finished run of it, made by the real command."""
     path = tmp_path_factory.mktemp("place")
     (path / "rhyme.txt").write_text(TEXT, encoding="utf-8")
-    done = command(
-        "train.py", "quick", "--data.corpus", "rhyme.txt", "--run", "one", *TINY, cwd=path
+    words = ["--data.corpus", "rhyme.txt", "--run", "one", *TINY]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), "quick", *words],
+        cwd=path,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     (path / "train.log").write_text(done.stdout)
@@ -66,16 +59,21 @@ def test_a_batch_of_one_window_trains_on_one_device(tmp_path, monkeypatch):
     (tmp_path / "rhyme.txt").write_text(TEXT, encoding="utf-8")
     words = [*TINY, "--training.batch-size", "1", "--training.steps", "2", "--run", "one"]
     monkeypatch.delenv("JAX_NUM_CPU_DEVICES")
-    done = command("train.py", "--data.corpus", "rhyme.txt", *words, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), "--data.corpus", "rhyme.txt", *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     assert "on 1 cpu device(s)" in done.stdout
 
 
 def test_parameters_are_spread_over_devices_and_a_run_goes_on_with_another_mesh(place):
     words = ["--data.corpus", "rhyme.txt", "--run", "spread", "--mesh.fsdp", "2"]
-    done = command("train.py", "quick", *words, *TINY, cwd=place)
-    assert done.returncode == 0, done.stderr
-    assert "Involuntary" not in done.stderr
+    done = run_script("train.py", "quick", *words, *TINY, folder=place)
+    assert done.code == 0, done.err
+    assert "Involuntary" not in done.err
     losses = [
         json.loads(line)["train_loss"]
         for run in ("one", "spread")
@@ -84,12 +82,12 @@ def test_parameters_are_spread_over_devices_and_a_run_goes_on_with_another_mesh(
     # In bfloat16, and sums in another order: 8 bits a number.
     assert losses[:3] == pytest.approx(losses[3:], rel=0.01)
     words = ["--resume", "spread", "--training.steps", "40", "--mesh.fsdp", "1", "--mesh.tensor"]
-    done = command("train.py", *words, "2", cwd=place)
-    assert done.returncode == 0, done.stderr
-    assert "(fsdp 2, tensor 1) and goes on with 2 x cpu (fsdp 1, tensor 2)" in done.stdout
-    done = command("train.py", *words, "3", cwd=place)
-    assert done.returncode == 2
-    assert "must divide the number of devices" in done.stderr
+    done = run_script("train.py", *words, "2", folder=place)
+    assert done.code == 0, done.err
+    assert "(fsdp 2, tensor 1) and continues on 2 x cpu (fsdp 1, tensor 2)" in done.out
+    done = run_script("train.py", *words, "3", folder=place)
+    assert done.code == 2
+    assert "must divide the number of devices" in done.err
     shutil.rmtree(place / "runs" / "spread")  # the newest run is the other one
 
 
@@ -134,21 +132,21 @@ def test_piped_output_is_plain_lines_that_end_with_the_next_command(place):
 
 def test_sampling_writes_the_text_and_nothing_else_and_the_same_again(place):
     words = ("--prompt", "The miller", "--max-new-tokens", "40", "--top-k", "5", "--seed", "3")
-    first = command("sample.py", *words, cwd=place)
-    assert first.returncode == 0, first.stderr
-    assert len(first.stdout) == 40 + 1
-    assert set(first.stdout) <= set(TEXT)
-    assert first.stderr == ""
-    again = command("sample.py", "--run", "one", *words[2:], cwd=place, text="The miller")
-    assert again.stdout == first.stdout
+    first = run_script("sample.py", *words, folder=place)
+    assert first.code == 0, first.err
+    assert len(first.out) == 40 + 1
+    assert set(first.out) <= set(TEXT)
+    assert first.err == ""
+    again = run_script("sample.py", "--run", "one", *words[2:], folder=place, stdin="The miller")
+    assert again.out == first.out
     (place / "prompt.txt").write_text("The miller")
     third = command(
         "sample.py", "--run", "runs/one", "--prompt-file", "prompt.txt", "--num-samples", "2",
-        *words[2:], cwd=place,
+        *words[2:], folder=place,
     )  # fmt: skip
-    samples = third.stdout.split("\n---\n")
+    samples = third.out.split("\n---\n")
     assert len(samples) == 2
-    assert samples[0] + "\n" == first.stdout
+    assert samples[0] + "\n" == first.out
     assert samples[1] != samples[0]
 
 

@@ -19,6 +19,7 @@ from gptlite.runs.weights import named_arrays
 from gptlite.sharding import AXES, constrain, local, make_mesh, parameter_spec, place
 
 MESHES = ["(8, 1, 1)", "(1, 8, 1)", "(2, 2, 2)", "(1, 1, 8)"]
+MIXED = "(2, 2, 2)"
 
 
 @pytest.fixture(scope="module")
@@ -43,28 +44,28 @@ def check_equal(found, case: str, to: str, steps: int, rtol: float) -> None:
     assert wanted[-1] < wanted[0]
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", ["default", "gpt2", "relative", "experts", "translation"])
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [*(("gpt2", mesh) for mesh in MESHES), ("experts", MIXED), ("translation", MIXED)],
+)
 def test_a_mesh_changes_no_loss(found, name, mesh):
     """With dropout, AdamW, padding in translation: what differs is the order of float32 sums."""
     check_equal(found, f"{name} adamw {mesh}", f"{name} adamw (1, 1, 1)", 20, rtol=1e-4)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_a_mesh_changes_little_with_muon(found, mesh):
+def test_a_mesh_changes_little_with_muon(found):
     """Its iterations are in bfloat16, where another order of sums may round to another number."""
-    check_equal(found, f"default muon {mesh}", "default muon (1, 1, 1)", 20, rtol=1e-3)
+    check_equal(found, f"gpt2 muon {MIXED}", "gpt2 muon (1, 1, 1)", 20, rtol=1e-3)
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_dropout_does_not_depend_on_the_number_of_devices(found, devices):
-    case = f"default adamw ({devices}, 1, 1)"
-    check_equal(found, case, "default adamw (1, 1, 1)", 100, rtol=1e-4)
+    case = f"gpt2 adamw ({devices}, 1, 1)"
+    check_equal(found, case, "gpt2 adamw (1, 1, 1)", 100, rtol=1e-4)
 
 
-@pytest.mark.parametrize("parts", [2, 4, 8])
-def test_padding_and_the_balance_loss_do_not_depend_on_parts_or_devices(found, parts):
-    check_equal(found, f"parts {parts}", "parts 1", 20, rtol=1e-4)
+def test_padding_and_the_balance_loss_do_not_depend_on_parts_or_devices(found):
+    check_equal(found, "parts 4", "parts 1", 20, rtol=1e-4)
 
 
 def test_the_compiled_step_gathers_each_matrix_once_and_nothing_else(found):

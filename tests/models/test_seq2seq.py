@@ -217,8 +217,6 @@ def test_a_planted_bug_is_found(bug):
     [
         {"positions": "relative", "block": "sandwich"},
         {"positions": "alibi", "block": "parallel", "attention": "full"},
-        {"positions": "rotary", "block": "post"},
-        {"positions": "learned"},
     ],
     ids=lambda changes: changes["positions"],
 )

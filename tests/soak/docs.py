@@ -107,7 +107,7 @@ def make_files(folder: Path) -> None:
     readme = PAGES[0].read_text(encoding="utf-8")
     (block,) = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
     (folder / "my_blocks.py").write_text(f"import dataclasses\n{block}{LOW_RANK}")
-    (folder / "text.txt").write_text(f"ROMEO: KING {TEXT}")
+    (folder / "text.txt").write_text(f"ROMEO: KING First {TEXT}")
     (folder / "play.txt").write_text(PLAY)
     syllables = [f"{a}{b}" for a in "bdfgklmnp" for b in "aeiou"]
     words = " ".join(f"{a}{b}" for a in syllables for b in syllables)

@@ -230,7 +230,7 @@ def test_a_state_of_another_step_is_refused():
 
 def test_muon_refuses_a_model_without_a_stack():
     """It would train by Adam alone, and nobody would be told."""
-    with pytest.raises(UserError, match=r"made by unstacked\(\) cannot be trained"):
+    with pytest.raises(UserError, match=r"Train the model before unstacked\(\)"):
         steps_of(CONFIG, new_model().unstacked())
     adamw = dataclasses.replace(CONFIG, optimizer=OptimizerConfig(name="adamw"))
     steps_of(adamw, new_model().unstacked())
