@@ -1,4 +1,4 @@
-"""Files that are either written whole or not at all."""
+"""Writing files completely or not at all."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         with part.open("wb") as file:
             file.write(data)
             file.flush()
-            # Or a power cut may leave the new name on an empty file.
+            # Without this, a power cut may leave an empty file under the new name.
             os.fsync(file.fileno())
         part.replace(path)
         sync(path.parent)
@@ -43,11 +43,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def sync(path: Path) -> None:
-    """Have the disk hold what was written to a file, or the names in a folder, before this returns.
+    """Flush a file, or the names in a folder, to the disk.
 
-    Without it, a power cut may keep what was written later and lose what was written before.
+    Without this, a power cut may keep later writes and lose earlier ones.
     """
-    if path.is_dir() and os.name == "nt":  # Windows has no such thing for folders
+    if path.is_dir() and os.name == "nt":  # Windows cannot flush folders
         return
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -1,4 +1,4 @@
-"""How the scripts set JAX up, before it first computes."""
+"""How the scripts configure JAX."""
 
 import os
 import warnings
@@ -6,8 +6,8 @@ from pathlib import Path
 
 
 def set_up_jax(cpu_devices: int = 1) -> None:
-    """Keep compiled programs in the user's cache folder, so that the second start compiles nothing;
-    and make `cpu_devices` devices of the CPU.
+    """Keep compiled programs in the user's cache folder, so that the second start compiles nothing,
+    and make `cpu_devices` devices of the CPU. To be called before JAX first computes.
 
     JAX's own environment variables, JAX_COMPILATION_CACHE_DIR and JAX_NUM_CPU_DEVICES, take
     precedence.
@@ -17,9 +17,9 @@ def set_up_jax(cpu_devices: int = 1) -> None:
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(caches / "gptlite" / "xla"))
-    # JAX's own bounds leave out what compiles in under a second; a run has several such programs.
+    # By default, JAX does not keep programs that compile within a second. A run has several.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
-    # A cache that cannot be written, or a damaged file in it, costs time and nothing else.
+    # A cache that cannot be written, or a damaged file in it, only costs time.
     warnings.filterwarnings("ignore", "Error (writing|reading) persistent compilation cache")
     if "JAX_NUM_CPU_DEVICES" not in os.environ:
         jax.config.update("jax_num_cpu_devices", cpu_devices)

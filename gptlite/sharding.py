@@ -8,8 +8,8 @@ All other code computes on whole arrays, as if there were one device. A mesh has
     tensor   each device computes some of the heads, and some of the MLP's width (Shoeybi et al.,
              2019, "Megatron-LM", section 3)
 
-The compiler divides the work (Xu et al., 2021, "GSPMD") by where parameters and batches lie, and by
-the few constraints that the model states. Outside of a mesh these do nothing.
+The compiler divides the work (Xu et al., 2021, "GSPMD") according to where parameters and batches
+are, and to a few constraints in the model. Without a mesh, the constraints do nothing.
 """
 
 import math
@@ -30,18 +30,18 @@ T = TypeVar("T")
 AXES = ("data", "fsdp", "tensor")
 # Models trained side by side, each on one device: see `seeds_mesh`.
 SEEDS = "seeds"
-# What an axis of an array is spread over.
+# The axes of the mesh over which an axis of an array is spread.
 SPREAD = {"batch": ("data", "fsdp"), "heads": "tensor", "vocab": "tensor", "all": AXES}
 
-# Matrices `[d_out, d_in]` by the module that they belong to. Those that read the residual stream
-# are cut along their outputs, those that write to it along their inputs, so that a tensor-parallel
-# branch needs a single sum at its end.
+# Matrices `[d_out, d_in]`, by their module. Those that read the residual stream are cut along their
+# outputs, those that write to it along their inputs. So a tensor-parallel branch needs one sum, at
+# its end.
 BY_OUTPUT = ("query", "key", "value", "gate", "up", "head", "embedding", "previous")
 BY_INPUT = ("output", "down")
 
 
 def make_mesh(*, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh of `devices`, by default all; the axis `data` takes what the others leave.
+    """A mesh of `devices`, by default all. The axis `data` has all devices that the others leave.
 
     **Raises:** `UserError` if `fsdp` times `tensor` does not divide the number of devices.
     """
@@ -58,8 +58,8 @@ def make_mesh(*, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None =
 
 
 def seeds_mesh(models: int) -> Mesh:
-    """A mesh whose devices train `models` models side by side, as equal a share each as possible:
-    the axis `seeds`, and the other axes with a single device."""
+    """A mesh whose devices train `models` models in parallel: the axis `seeds`, and the other axes
+    with a single device."""
     devices = jax.devices()[: min(jax.device_count(), models)]
     names = (SEEDS, *AXES)
     shape = (len(devices), 1, 1, 1)
@@ -77,10 +77,10 @@ def check_rows(mesh: Mesh | AbstractMesh, rows: int) -> None:
 
 
 def parameter_spec(path: str, shape: Sequence[int], mesh: Any) -> PartitionSpec:
-    """How the parameter at `path` of a model, or what an optimizer keeps for it, is spread.
+    """How the parameter at `path` of a model, or the optimizer's state for it, is spread.
 
-    Matrices are cut over `fsdp` and `tensor`, along axes that these divide; vectors are not. In a
-    `Stack`, the axis of layers comes first.
+    Matrices are cut over `fsdp` and `tensor`, along axes that these divide. Vectors are not cut. In
+    a `Stack`, the axis of layers comes first.
     """
     stacked = 1 if re.search(r"(^|\.)blocks\.(?!\d)", path) else 0
     if len(shape) - stacked < 2:
@@ -95,8 +95,8 @@ def parameter_spec(path: str, shape: Sequence[int], mesh: Any) -> PartitionSpec:
 
 
 def shardings(tree: Any, mesh: Mesh) -> Any:
-    """Where each array of `tree`, a model or what belongs to its training, lies on `mesh`; None for
-    what is no array. `tree` may be shapes."""
+    """The sharding of each array of `tree`, a model or a training state, on `mesh`; None for leaves
+    that are no arrays. `tree` may be shapes."""
 
     def of(path, leaf):
         if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
@@ -107,7 +107,7 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
 
 
 def place(tree: T, mesh: Mesh) -> T:
-    """`tree`, a model or what belongs to its training, spread over `mesh`."""
+    """`tree`, a model or a training state, spread over `mesh`."""
     wanted = shardings(tree, mesh)
     return jax.tree.map(lambda x, s: x if s is None else jax.device_put(x, s), tree, wanted)
 
@@ -138,7 +138,7 @@ def local(tree: T) -> T:
 
 
 def skeleton(tree: T) -> T:
-    """`tree` with the shapes, dtypes and places of its arrays in place of them."""
+    """`tree` with the shapes, dtypes and shardings of its arrays in place of the arrays."""
 
     def shape(x):
         is_array = isinstance(x, jax.Array)
@@ -147,13 +147,12 @@ def skeleton(tree: T) -> T:
     return jax.tree.map(shape, tree)
 
 
-# What follows is for code that is being compiled for the devices of the mesh that `jax.set_mesh`
-# sets.
+# The functions below are for code that is compiled for the mesh that `jax.set_mesh` sets.
 
 
 def constrain(x: Array, *axes: str | None) -> Array:
-    """`x` with its last axes spread as `axes` say, names of `SPREAD` or None for not at all. An
-    axis whose devices do not divide it is not spread."""
+    """`x` with its last axes spread as `axes` say: names in `SPREAD`, or None. An axis that the
+    devices do not divide evenly is not spread."""
     mesh = _mesh()
     if mesh is None:
         return x
@@ -163,7 +162,7 @@ def constrain(x: Array, *axes: str | None) -> Array:
 
 
 def keep_placed(tree: T) -> T:
-    """`tree`, computed, spread as `place` spreads it."""
+    """`tree`, inside a compiled function, spread as `place` spreads it."""
     mesh = _mesh()
     if mesh is None:
         return tree
@@ -178,8 +177,8 @@ def keep_placed(tree: T) -> T:
 
 
 def gathered(module: T, path: str) -> T:
-    """`module`, the part of a model at `path`, for use: its parameters no longer cut over `fsdp`,
-    and their gradients cut again as soon as they are computed."""
+    """`module`, the part of a model at `path`, with its parameters gathered from the devices of
+    `fsdp`. Their gradients are cut again as soon as they are computed."""
     mesh = _mesh()
     if mesh is None or mesh.shape["fsdp"] == 1:
         return module
@@ -195,8 +194,8 @@ def gathered(module: T, path: str) -> T:
 
 
 def shared_out(function: Callable[[Array], Array], x: Array) -> Array:
-    """`function(x)`, which treats each `x[i]` by itself, with the first axis spread over all
-    devices."""
+    """`function(x)` with the first axis spread over all devices. The function must treat each
+    `x[i]` independently."""
     mesh = _mesh()
     if mesh is None:
         return function(x)
@@ -204,7 +203,7 @@ def shared_out(function: Callable[[Array], Array], x: Array) -> Array:
     padding = [(0, -count % math.prod(mesh.shape[axis] for axis in AXES))]
     rest = (None,) * (x.ndim - 1)
     x = jnp.pad(x, padding + [(0, 0)] * len(rest))
-    # By way of whole arrays: left to itself, the compiler cuts them in more ways than one.
+    # Via whole arrays. Otherwise the compiler cuts them in several ways, with needless traffic.
     x = constrain(constrain(x, None, *rest), "all", *rest)
     y = constrain(function(x), "all", *rest)
     return constrain(y, None, *rest)[:count]
@@ -217,7 +216,7 @@ def is_spread(axis: str) -> bool:
 
 
 def row_parts(rows: int) -> int:
-    """In how many parts the devices share so many rows."""
+    """The number of parts into which the devices divide so many rows."""
     mesh = _mesh()
     parts = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
     return parts if rows % parts == 0 else 1
@@ -230,12 +229,12 @@ def targets_nvidia() -> bool:
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """A place in a pytree, as `stack.blocks.attention.query.weight`."""
+    """A path in a pytree, as `stack.blocks.attention.query.weight`."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def _mesh() -> Any:
-    """The mesh that is compiled for, if it has several devices for one model."""
+    """The current mesh, if it has several devices for one model."""
     mesh = jax.sharding.get_abstract_mesh()
     if not set(AXES) <= set(mesh.shape):
         return None
@@ -243,7 +242,7 @@ def _mesh() -> Any:
 
 
 def _spec(axes: Sequence[Any], shape: Sequence[int], mesh: Any) -> PartitionSpec:
-    """`axes`, but None where the devices of an axis do not divide the length, or are one."""
+    """`axes`, with None where an axis has one device, or does not divide the length."""
 
     def fitting(axis, length):
         if axis is None:
@@ -263,8 +262,8 @@ def _gather(x: Array, whole: PartitionSpec, cut: PartitionSpec, is_table: bool) 
         return constraint(x, whole)
 
     def backward(_, grad):
-        # The gradient of a table is a scatter: the compiler divides it by rows of the batch, or
-        # would gather those to divide it by columns of the table.
+        # The gradient of a table is a scatter, which the compiler divides by rows of the batch. To
+        # divide it by columns of the table, it would gather the rows.
         grad = constraint(grad, whole) if is_table else grad
         return (constraint(grad, cut),)
 

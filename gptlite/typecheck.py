@@ -2,5 +2,5 @@
 
 from beartype import BeartypeConf, beartype
 
-# The numeric tower: an int is welcome where a float is asked for, as in `dropout=0`.
+# The numeric tower: an int is accepted for a float, as in `dropout=0`.
 typechecker = beartype(conf=BeartypeConf(is_pep484_tower=True))

@@ -11,7 +11,8 @@ from conftest import ROOT, TEXT, VOCAB, run_script, tiny_model
 
 from gptlite.custom import load_class
 from gptlite.generation.generate import generate
-from gptlite.research.check_block import CHECKS, check_block
+from gptlite.research.check_block import check_block
+from gptlite.research.checks import CHECKS
 
 RECURRENT = f"{ROOT / 'examples' / 'gated_linear_attention.py'}:GatedLinearAttention"
 

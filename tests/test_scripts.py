@@ -140,7 +140,7 @@ def test_sampling_writes_the_text_and_nothing_else_and_the_same_again(place):
     again = run_script("sample.py", "--run", "one", *words[2:], folder=place, stdin="The miller")
     assert again.out == first.out
     (place / "prompt.txt").write_text("The miller")
-    third = command(
+    third = run_script(
         "sample.py", "--run", "runs/one", "--prompt-file", "prompt.txt", "--num-samples", "2",
         *words[2:], folder=place,
     )  # fmt: skip

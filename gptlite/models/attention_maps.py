@@ -19,8 +19,8 @@ See = Callable[[str, Any, tuple[Any, ...], dict[str, Any], Any], None]
 
 
 def watched(model: M, wanted: Callable[[Any], bool], see: See) -> M:
-    """`model`, which calls `see` at every call of a module in it that is `wanted`; of several, one
-    inside the other, of the outermost."""
+    """A copy of `model` that calls `see` at every call of a module for which `wanted` is true. Of
+    such modules inside each other, only the outermost counts."""
 
     def stand_in(path, node):
         if not wanted(node):
@@ -31,7 +31,7 @@ def watched(model: M, wanted: Callable[[Any], bool], see: See) -> M:
 
 
 class _Watched(eqx.Module):
-    """Stands in for a module."""
+    """Replaces a module, and reports its calls."""
 
     inner: Any
     name: str = eqx.field(static=True)

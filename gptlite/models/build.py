@@ -41,7 +41,7 @@ def make_block(
     """One layer as `config` describes it: of a `GPT`; with `causal` False, of an encoder; with
     `cross_attention`, of a decoder that reads an encoder.
 
-    **Raises:** `UserError` if `config.block` has no cross-attention and is to have one.
+    **Raises:** `UserError` if `config.block` cannot have cross-attention.
     """
     if not cross_attention:
         return make_part("block", config, key, causal=causal)
@@ -222,10 +222,10 @@ TABLES: dict[str, dict[str, Callable[..., Any]]] = {
 
 
 def make_part(field: str, config: ModelConfig, key: PRNGKeyArray, **more: Any) -> Any:
-    """The part that `config.FIELD` describes, made with `more`.
+    """The part that `config.FIELD` describes. `more` are further arguments.
 
-    **Raises:** `UserError` if there is no such part, it does not take the options given, or it is a
-    custom one that does not take `causal` and is to serve in an encoder.
+    **Raises:** `UserError` if there is no such part, it does not have the options given, or it is
+    for an encoder and does not take `causal`.
     """
     make, options = find_part(field, config)
     if "causal" not in inspect.signature(make).parameters and not more.pop("causal", True):
@@ -237,7 +237,7 @@ def make_part(field: str, config: ModelConfig, key: PRNGKeyArray, **more: Any) -
 
 
 def find_part(field: str, config: ModelConfig) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """What makes the part that `config.FIELD` describes, and the part's own options.
+    """The function that makes the part `config.FIELD`, and the part's own options.
 
     **Raises:** `UserError` if there is no such part, or it does not take the options given.
     """
@@ -263,7 +263,7 @@ def find_part(field: str, config: ModelConfig) -> tuple[Callable[..., Any], dict
 
 
 def _parse(name: str, text: str, kind: Any) -> Any:
-    """An option's value, of the annotated type.
+    """An option's value, in the annotated type.
 
     **Raises:** `UserError` if `text` is no such value.
     """

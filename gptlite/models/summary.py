@@ -1,4 +1,4 @@
-"""A model as a table: what each part outputs, how many parameters it has, and what it costs."""
+"""A model as a table: the output, parameters, FLOPs and memory of its parts."""
 
 import math
 from collections.abc import Iterator
@@ -17,15 +17,15 @@ from gptlite.sharding import path_name
 
 
 def count_parameters(model: PyTree) -> int:
-    """Numbers in all of `model`'s arrays, layers counted one by one, a shared matrix once."""
+    """The number of elements in all arrays of `model`. A shared matrix counts once."""
     return sum(leaf.size for leaf in jax.tree.leaves(eqx.filter(model, _is_array)))
 
 
 def flops_per_token(model: Any) -> tuple[int, int]:
-    """Floating-point operations a token, forward and for training (forward and backward), at the
-    full context: those of the matrix products, two for each multiply-add, as the program does
-    them (attention computes its whole square, masked half included). Of an encoder-decoder, a
-    token of the target, for a source of the same length."""
+    """Floating-point operations a token at the full context, forward and for training (forward and
+    backward). Counted are the matrix products of the program, two operations for each multiply-add,
+    including the masked half of attention. Of an encoder-decoder: for a token of the target, with a
+    source of the same length."""
     inputs = _inputs(model)
 
     def loss(model, *inputs):
@@ -38,8 +38,8 @@ def flops_per_token(model: Any) -> tuple[int, int]:
 
 
 def activation_bytes(model: Any, batch_size: int) -> int:
-    """What the forward pass of a batch at the full context keeps for the backward pass, before
-    the compiler finds what can do without."""
+    """An upper bound of what the forward pass of a batch at the full context keeps for the backward
+    pass. The compiler may recompute some of it."""
     inputs = _inputs(model, batch_size)
     params, static = eqx.partition(model, _is_array)
     residuals = jax.eval_shape(
@@ -52,7 +52,7 @@ def activation_bytes(model: Any, batch_size: int) -> int:
 
 
 def _inputs(model: Any, *batch: int) -> list[jax.ShapeDtypeStruct]:
-    """Ids as `model` takes them, at the full context: an encoder-decoder two of them."""
+    """The inputs of `model`, at the full context: ids, or for an encoder-decoder two of them."""
     ids = jax.ShapeDtypeStruct((*batch, model.config.context_length), jnp.int32)
     return [ids, ids] if isinstance(model, Seq2Seq) else [ids]
 
@@ -102,14 +102,14 @@ def _modules(model: Any) -> list[tuple[str, int, Any, str]]:
     shapes: dict[str, str] = {}
 
     def see(name, module, arguments, options, out):
-        # (Of a block, the output comes with its cache.)
+        # A block also returns its cache.
         shapes[name] = _shape(out[0] if isinstance(out, tuple) else out)
 
     out = eqx.filter_eval_shape(watched(model, _holds_arrays, see), *_inputs(model, 1))
     found = jax.tree_util.tree_leaves_with_path(model, is_leaf=_holds_arrays)
     modules = [(path_name(path), node) for path, node in found if _holds_arrays(node)]
     layers = model.config.n_layers
-    # A head is not called: only its weight is read.
+    # A head is never called: only its weight is used.
     shapes |= {name: _shape(out) for name, _ in modules if name.endswith("head")}
     return [
         (name, layers if "stack." in name else 1, node, shapes.get(name, "-"))
@@ -130,11 +130,11 @@ def _holds_arrays(node: Any) -> bool:
 
 
 def _product_flops(jaxpr: Jaxpr) -> int:
-    """Two for each multiply-add of the matrix products in `jaxpr` and all that it calls."""
+    """Two for each multiply-add of the matrix products in `jaxpr` and the functions it calls."""
     total = 0
     for equation in jaxpr.eqns:
         repeats = equation.params["length"] if equation.primitive.name == "scan" else 1
-        # Of a choice, as between platforms, one is run.
+        # Only one branch runs, as for a choice of the platform.
         add = max if equation.primitive.name == "cond" else sum
         inner = [_product_flops(inner) for inner in _inner_jaxprs(equation.params)]
         total += repeats * (add(inner) if inner else 0)

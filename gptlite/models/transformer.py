@@ -1,4 +1,4 @@
-"""What all models have in common: from ids to hidden states."""
+"""What all models share: from ids to hidden states."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Where runs lie: finding one, and a place for a new one."""
+"""The folders of runs: finding one, and a place for a new one."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ RUNS_FOLDER = Path("runs")
 def new_run(name: str) -> Path:
     """The folder for a run of that name.
 
-    **Raises:** `UserError` if it is no name for a folder.
+    **Raises:** `UserError` if `name` is not a folder name.
     """
     if name in ("", ".", "..") or name != Path(name).name:
         raise UserError(f"--run takes a name for the folder in {RUNS_FOLDER}/, got {name!r}.")
@@ -36,7 +36,7 @@ def check_free(path: Path, *, overwrite: bool) -> None:
 
 
 def find_run(name: str | None) -> Path:
-    """The folder of the run with that path, or that name in `runs/`; of the newest one for None.
+    """The folder of the run with that path, or that name in `runs/`. None: of the newest run.
 
     **Raises:** `UserError` if there is none.
     """
@@ -49,7 +49,7 @@ def find_run(name: str | None) -> Path:
 
 
 def newest_run(folder: Path = RUNS_FOLDER) -> Path:
-    """The run in `folder` that last had a best evaluation.
+    """The run in `folder` with the newest best weights.
 
     **Raises:** `UserError` if there is none with weights.
     """

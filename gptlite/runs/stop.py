@@ -6,12 +6,12 @@ import signal
 
 
 class Stop:
-    """While it is entered, the first of these signals only sets a flag, for the loop to end after
-    the next dispatch; the second ends the process at once. Signals that were ignored (`nohup`) stay
-    ignored. It can be entered on the main thread only.
+    """A context manager. Inside, the first of these signals sets a flag, so that the loop can end
+    after the next dispatch; the second ends the process at once. Signals that were ignored
+    (`nohup`) stay ignored. For the main thread only.
 
-    Python runs signal handlers between two of its own instructions: after the compiled steps that
-    are under way, which `fit` keeps short.
+    Python runs signal handlers between two of its own instructions, so after the compiled steps in
+    progress, which `fit` keeps short.
     """
 
     def __init__(self) -> None:
@@ -20,12 +20,12 @@ class Stop:
 
     @property
     def requested(self) -> bool:
-        """Whether a stop was asked for."""
+        """Whether a signal asked for a stop."""
         return self.signal is not None
 
     @property
     def exit_code(self) -> int:
-        """What a shell expects: 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP."""
+        """130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP, as shells expect."""
         return 128 + (self.signal or 0)
 
     def __enter__(self) -> "Stop":
@@ -45,6 +45,6 @@ class Stop:
         if self.requested:
             os._exit(128 + number)
         self.signal = number
-        # Not print: a handler may interrupt one. And the terminal may be gone.
+        # Not `print`, because a handler may interrupt one. The terminal may be gone.
         with contextlib.suppress(OSError):
             os.write(2, b"\nstopping after this step; once more to stop at once\n")

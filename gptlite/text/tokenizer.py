@@ -1,8 +1,7 @@
 """Text to ids and back.
 
-A tokenizer is three things: `vocab_size`, `encode`, and the bytes that each id stands for, from
-which decoding follows for all of them. Each turns into JSON and back (`to_json`,
-`tokenizer_from_json`) with all that it needs, so that a run never has to fetch anything.
+A tokenizer has a `vocab_size`, `encode`, and the bytes of each id, from which decoding follows. Its
+JSON (`to_json`, `tokenizer_from_json`) holds everything, so that a run never has to download it.
 """
 
 import base64

@@ -248,7 +248,15 @@ class TrainSteps:
             label_smoothing=config.label_smoothing,
             key=key if has_dropout else None,
         )
-        losses, aux_loss = found if isinstance(found, tuple) else (found, jnp.zeros(()))
+        if not isinstance(found, tuple):
+            experts = jax.tree.leaves(model, is_leaf=lambda node: hasattr(node, "aux_loss"))
+            if any(hasattr(node, "aux_loss") for node in experts):
+                raise UserError(
+                    "The model has a mixture of experts, so losses(...) must return a pair, the "
+                    "losses and the auxiliary loss of model.with_aux_loss(...)."
+                )
+            found = found, jnp.zeros(())
+        losses, aux_loss = found
         if self._counts is None:
             return jnp.mean(losses), aux_loss
         counts = self._counts(batch)

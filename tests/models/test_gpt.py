@@ -11,7 +11,8 @@ from jaxtyping import TypeCheckError
 
 from gptlite.config import ModelConfig, UserError
 from gptlite.models.gpt import GPT
-from gptlite.research.check_block import CHECKS, check_block
+from gptlite.research.check_block import check_block
+from gptlite.research.checks import CHECKS
 
 IDS = jax.random.randint(jax.random.key(2), (3, TINY.context_length), 0, VOCAB)
 forward = eqx.filter_jit(lambda model, ids, key=None: model(ids, key=key))

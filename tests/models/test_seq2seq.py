@@ -17,8 +17,9 @@ from gptlite.models.seq2seq import Seq2Seq, shift_right
 from gptlite.models.summary import count_parameters, flops_per_token, summary
 from gptlite.nn import Attention, CrossAttention, Heads
 from gptlite.presets import VASWANI
-from gptlite.research import check_block as checks
-from gptlite.research.check_block import CHECKS, check_block
+from gptlite.research.check_block import check_block
+from gptlite.research.checks import CHECKS
+from gptlite.research.subject import make_subject
 
 VOCAB = 19
 SMALL: dict[str, Any] = {"n_layers": 2, "n_heads": 2, "d_model": 16, "context_length": 9}
@@ -206,9 +207,9 @@ BUGS = {
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(bug):
     check, make = BUGS[bug]
-    subject = checks.make_subject(make(), "encoder-decoder", None, True, 7, (), 0)
+    subject = make_subject(make(), "encoder-decoder", None, True, 7, (), 0)
     assert CHECKS[check](subject) is not None
-    right = checks.make_subject(paper(ONE), None, None, None, 7, (), 0)
+    right = make_subject(paper(ONE), None, None, None, 7, (), 0)
     assert CHECKS[check](right) is None
 
 

@@ -108,6 +108,7 @@ def test_flash_attention_is_asked_for_the_same_in_value_and_gradients(mask, kv_h
     shapes = [(2, 4, 9, 8), (2, kv_heads, 9, 8), (2, kv_heads, 9, 8)]
     half = [jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(keys, shapes, strict=True)]
 
+    @jax.jit
     def value_and_gradients(*args):
         def loss(args):
             out = attend(*args, **mask).astype(jnp.float32)

@@ -17,7 +17,8 @@ from gptlite.nn import (
     Rotary,
 )
 from gptlite.nn.mlp import ACTIVATIONS
-from gptlite.research.check_block import CHECKS, check_block
+from gptlite.research.check_block import check_block
+from gptlite.research.checks import CHECKS
 
 D = 16
 KEY = jax.random.key(0)

@@ -91,8 +91,9 @@ def shrink(command: str) -> str | None:
         return None
     command = command.removeprefix("pip install -e . && ")
     command = command.replace("roneneldan/TinyStories", "./stories")
-    if beginning.startswith("python benchmarks/quality.py") and " -- " not in command:
-        more = f"-- {more}"
+    if beginning == "python benchmarks/quality.py":
+        command, _, options = command.partition(" -- ")
+        command = f"{command.removesuffix('--seeds 0').strip()} --seeds 0 -- {options}".strip()
     # An option is given once.
     for option in re.findall(r"--[\w.-]+", more):
         if option != "--":

@@ -62,7 +62,7 @@ def test_the_mean_is_over_what_counts_whatever_the_parts(parts):
     training = dataclasses.replace(TRAINING, accumulation=parts)
     options = {"losses": losses, "counts": lambda batch: batch["real"]}
     found = grads_of(model, batch, training, **options)
-    trees_close(eqx.filter_value_and_grad(by_hand)(model), found)
+    trees_close(eqx.filter_jit(eqx.filter_value_and_grad(by_hand))(model), found)
     nothing = batch | {"real": np.zeros_like(real)}
     loss, grads = grads_of(model, nothing, training, **options)
     assert float(loss) == 0
@@ -73,6 +73,15 @@ def test_counts_of_another_shape_are_refused():
     """They would broadcast, and make another mean."""
     with pytest.raises(UserError, match=r"shape of the losses, \[4, 12\], got \[4, 1\]"):
         grads_of(tiny_model(), jnp.asarray(BATCHES[0]), counts=lambda batch: batch[:, :1] >= 0)
+
+
+def test_a_mixture_is_not_trained_without_its_balance_loss():
+    def losses(model, batch, **options):
+        return window_losses(model, batch, **options)[0]
+
+    with pytest.raises(UserError, match="mixture of experts, so losses"):
+        grads_of(tiny_model(mlp="moe"), BATCHES[0], losses=losses)
+    grads_of(tiny_model(), BATCHES[0], losses=losses)
 
 
 def test_parts_do_not_change_the_balance_loss():
@@ -90,7 +99,8 @@ def test_dropout_drops_other_activations_in_every_row():
     """Equal rows; with the same masks they would have the same losses."""
     model = tiny_model(dropout=0.5)
     batch = np.repeat(BATCHES[0, :1], 4, axis=0)
-    losses, _ = window_losses(model, jnp.asarray(batch), key=jax.random.key(0))
+    key = jax.random.key(0)
+    losses, _ = eqx.filter_jit(window_losses)(model, jnp.asarray(batch), key=key)
     assert len(set(losses.mean(axis=1).tolist())) == 4
 
 

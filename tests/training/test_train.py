@@ -39,15 +39,19 @@ def batch(step):
 
 @pytest.fixture(scope="module")
 def model():
-    return Encoder(CONFIG, VOCAB, key=jax.random.key(0))
+    return eqx.filter_jit(Encoder)(CONFIG, VOCAB, key=jax.random.key(0))
 
 
 @pytest.fixture(scope="module")
 def trained(model):
     looks = []
 
+    @eqx.filter_jit
+    def losses_of(model, batch):
+        return losses(model, batch, label_smoothing=0, key=None)
+
     def look(model):
-        found = losses(model, jax.tree.map(jnp.asarray, batch(99)), label_smoothing=0, key=None)
+        found = losses_of(model, jax.tree.map(jnp.asarray, batch(99)))
         looks.append(float(found.mean()))
         return "looked"
 
@@ -100,7 +104,7 @@ def test_a_frozen_table_stays_what_it_is(name, tied):
     key = jax.random.key(0)
     vectors = jax.random.normal(key, (VOCAB, 16))
     config = dataclasses.replace(CONFIG, tied_head=tied)
-    model = GPT(config, VOCAB, key=key)
+    model = eqx.filter_jit(GPT)(config, VOCAB, key=key)
     table = Embedding(VOCAB, 16, vectors=vectors, key=key)
     model = eqx.tree_at(lambda model: model.embedding, model, table)
     all_but_the_table = eqx.tree_at(
