@@ -35,6 +35,8 @@ TINY = [
     "10",
     "--training.sample-tokens",
     "20",
+    "--optimizer.name",
+    "adamw",
 ]
 
 

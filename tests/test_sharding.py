@@ -58,7 +58,7 @@ def test_a_mesh_changes_little_with_muon(found):
     check_equal(found, f"gpt2 muon {MIXED}", "gpt2 muon (1, 1, 1)", 20, rtol=1e-3)
 
 
-@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.parametrize("devices", [2, 8])
 def test_dropout_does_not_depend_on_the_number_of_devices(found, devices):
     case = f"gpt2 adamw ({devices}, 1, 1)"
     check_equal(found, case, "gpt2 adamw (1, 1, 1)", 100, rtol=1e-4)

@@ -79,6 +79,7 @@ def check_block(
     causal: bool | None = None,
     seq: int = 8,
     idle: Sequence[str] = (),
+    checks: Sequence[str] = tuple(CHECKS),
     seed: int = 0,
 ) -> Report:
     """Run the checks in `gptlite.research.check_block`'s docstring. A block takes some seconds, an
@@ -100,6 +101,7 @@ def check_block(
     - `seq`: tokens in a sequence; more than any window or chunk that the block has.
     - `idle`: names of parameters that are known to have no gradient: constants, and the bias of
       attention's keys without rotary positions and QK-norm, which softmax cancels.
+    - `checks`: the names of the checks to run. Default: all.
     - `seed`: of the parameters and inputs.
 
     **Raises:** `CheckError`, which names all checks that fail.
@@ -121,7 +123,7 @@ def check_block(
         subject = make_subject(block, kind, d_model, causal, seq, idle, seed)
     except UserError as error:
         raise CheckError(name, [("shapes", str(error))]) from error
-    applies = [check for check in CHECKS if check not in left_out(subject)]
+    applies = [check for check in checks if check not in left_out(subject)]
     failures = []
     for check in applies:
         try:

@@ -194,7 +194,7 @@ def _read(s: Subject, x: np.ndarray, portions: Sequence[Any]) -> np.ndarray:
 
 
 def check_padding(s: Subject) -> str | None:
-    lengths = np.array([s.seq - 3, s.seq - 1, s.seq][:BATCH])
+    lengths = np.array([s.seq - 3, s.seq - 3, s.seq][:BATCH])
     real = np.arange(s.seq) < lengths[:, None]
     shaped = real if s.x.ndim == 2 else real[..., None]
     padded = s.run(np.where(shaped, s.x, s.other), lengths)

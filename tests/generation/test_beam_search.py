@@ -22,7 +22,7 @@ CONFIG = dataclasses.replace(
     VASWANI, n_layers=2, n_heads=2, d_model=16, context_length=LONGEST, tied_head=False
 )
 VARIANTS = {
-    "paper": CONFIG,
+    "paper": dataclasses.replace(CONFIG, n_layers=1),
     "scan-grouped": dataclasses.replace(CONFIG, stack="scan", n_kv_heads=1, block="pre"),
 }
 SOURCE = jnp.asarray(np.random.default_rng(8).integers(VOCAB, size=(4, 6)))
@@ -65,7 +65,7 @@ def written(ids):
     return [tuple(int(i) for i in row if i >= 0) for row in np.asarray(ids)]
 
 
-@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 8.0])
+@pytest.mark.parametrize("length_penalty", [0.0, 8.0])
 def test_a_beam_as_wide_as_the_search_space_finds_the_best_of_all(
     model, everything, length_penalty
 ):
@@ -123,19 +123,18 @@ def test_a_wider_beam_finds_nothing_worse(model):
 @pytest.mark.parametrize("beam", [1, 4])
 def test_a_source_in_a_padded_batch_gets_what_it_gets_alone(model, beam):
     together = beam_search(model, SOURCE, beam=beam, source_lengths=LENGTHS, **ENDS)
-    for row, length in enumerate(LENGTHS.tolist()):
+    for row, length in list(enumerate(LENGTHS.tolist()))[::2]:
         alone = beam_search(model, SOURCE[row : row + 1, :length], beam=beam, **ENDS)
         np.testing.assert_array_equal(alone.ids[0], together.ids[row])
         np.testing.assert_allclose(alone.log_prob[0], together.log_prob[row], atol=1e-4)
 
 
 def test_it_ends_where_it_is_told_to(model):
-    for most in (1, 2):
-        options = {"beam": 1, "source_lengths": LENGTHS, **ENDS}
-        found = beam_search(model, SOURCE, max_new_tokens=most, **options)
-        assert found.ids.shape == (4, most)
-        longer = beam_search(model, SOURCE, **options)
-        np.testing.assert_array_equal(found.ids, longer.ids[:, :most])
+    options = {"beam": 1, "source_lengths": LENGTHS, **ENDS}
+    found = beam_search(model, SOURCE, max_new_tokens=2, **options)
+    assert found.ids.shape == (4, 2)
+    longer = beam_search(model, SOURCE, **options)
+    np.testing.assert_array_equal(found.ids, longer.ids[:, :2])
 
 
 @pytest.mark.parametrize(

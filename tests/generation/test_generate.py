@@ -25,7 +25,7 @@ def seen_from(prompt: int, place: int) -> int:
     return start
 
 
-@pytest.mark.parametrize("prompt", [1, 5, C])
+@pytest.mark.parametrize("prompt", [1, C])
 def test_greedy_generation_is_the_uncached_argmax(variant, prompt):
     """Far beyond the context, for every position encoding."""
     text = jax.random.randint(jax.random.key(0), (2, prompt), 0, VOCAB)

@@ -332,12 +332,18 @@ BUGS = {
 def test_a_planted_bug_is_caught_and_named(bug):
     check, words = BUGS[bug]
     with pytest.raises(CheckError) as found:
-        check_block(bug)
-    assert check in found.value.checks
+        check_block(bug, checks=[check])
+    assert found.value.checks == (check,)
     lines = [line for line in str(found.value).splitlines() if line.startswith(f"  {check}: ")]
     assert len(lines) == 1
     assert words in lines[0]
     assert str(found.value).startswith(f"{bug.__name__} is not right.")
+
+
+def test_all_failures_are_reported():
+    with pytest.raises(CheckError) as found:
+        check_block(Sees1Ahead)
+    assert set(found.value.checks) >= {"causal", "cached", "padding"}
 
 
 def test_what_they_are_planted_in_is_right():

@@ -25,7 +25,7 @@ from gptlite.training.step import TrainSteps
 TOKENIZER = make_tokenizer("char", TEXT)
 SPLIT = split_corpus(text_corpus(TEXT), TOKENIZER)
 CONFIG = Config(
-    model=TINY,
+    model=dataclasses.replace(TINY, n_layers=1),
     training=TrainingConfig(
         steps=45, batch_size=8, steps_per_dispatch=10, eval_every=25, compute_dtype="float32"
     ),

@@ -1,11 +1,12 @@
 import dataclasses
 
+import conftest
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TINY, VOCAB, tiny_model
+from conftest import TINY, VOCAB
 
 from gptlite.config import OptimizerConfig, TrainingConfig, UserError
 from gptlite.models.gpt import GPT
@@ -16,6 +17,10 @@ from gptlite.training.step import TrainSteps
 TRAINING = TrainingConfig(steps=10, batch_size=4, steps_per_dispatch=5, compute_dtype="float32")
 SHAPE = (5, 4, TINY.context_length + 1)
 BATCHES = np.random.default_rng(5).integers(VOCAB, size=SHAPE).astype(np.int32)
+
+
+def tiny_model(**changes):
+    return conftest.tiny_model(n_layers=1, **changes)
 
 
 def trees_close(a, b, rtol=1e-5):
@@ -46,7 +51,7 @@ def test_accumulation_gives_the_whole_batchs_gradient(dropout):
         assert 0.5 < float(parts[0] / whole[0]) < 2.0
 
 
-@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("parts", [1, 4])
 def test_the_mean_is_over_what_counts_whatever_the_parts(parts):
     """A row with nothing that counts among them; and a batch of nothing but such rows."""
     model = tiny_model()

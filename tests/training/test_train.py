@@ -98,8 +98,7 @@ def test_batches_of_another_shape_are_said(model, bad):
         train(model, losses, bad, OptimizerConfig(), TRAINING)
 
 
-@pytest.mark.parametrize("name", ["muon", "adamw"])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("name", "tied"), [("muon", True), ("adamw", False)])
 def test_a_frozen_table_stays_what_it_is(name, tied):
     key = jax.random.key(0)
     vectors = jax.random.normal(key, (VOCAB, 16))
