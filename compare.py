@@ -1,4 +1,4 @@
-"""Tell which variants of a model are really better:
+"""Compare variants of a model over several seeds:
 `python compare.py --base laptop --vary model.norm=rms,layer,dyt --seeds 5`."""
 
 import shlex
@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from gptlite.cli import CompareArguments, errors_as_sentences, parse_compare
-from gptlite.config import Config
+from gptlite.config import Config, UserError
 
 FOLDER = Path("comparisons")
 
@@ -21,7 +21,6 @@ def compare(arguments: CompareArguments, variants: dict[str, Config]) -> None:
     # Imported here, because --help should not wait for JAX.
     from filelock import FileLock, Timeout
 
-    from gptlite.config import UserError
     from gptlite.custom import custom_options, load_custom
     from gptlite.files import write_atomically
     from gptlite.progress import log, progress_bar
@@ -45,7 +44,7 @@ def compare(arguments: CompareArguments, variants: dict[str, Config]) -> None:
         load_custom(config.model)
     for custom in {shlex.join(custom_options(config.model)): None for config in variants.values()}:
         if custom:
-            log(f"with code that is not gptlite's: {custom}")
+            log(f"custom blocks: {custom}")
 
     folder = FOLDER / arguments.name
     try:
@@ -80,10 +79,14 @@ def compare(arguments: CompareArguments, variants: dict[str, Config]) -> None:
             if now and left:
                 minutes = (time.perf_counter() - start) / done * left / 60
                 log(f"{left} runs left, about {minutes:.0f} minutes")
-        write_atomically(folder / "table.csv", to_csv(results))
         shown = table(results)
-        write_atomically(folder / "table.txt", shown + "\n")
-        plots.comparison(results).savefig(folder / "comparison.png")
+        try:
+            write_atomically(folder / "table.csv", to_csv(results))
+            write_atomically(folder / "table.txt", shown + "\n")
+            plots.comparison(results).savefig(folder / "comparison.png")
+        except OSError as error:
+            log(f"{shown}\n")
+            raise UserError(f"{folder} cannot be written: {error.strerror}.") from error
     log(f"\n{shown}\n\ntable.txt, table.csv and comparison.png are in {folder}")
 
 

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from gptlite.cli import SampleArguments, errors_as_sentences, parse_sample
+from gptlite.config import UserError
 
 
 def main() -> None:
@@ -17,7 +18,6 @@ def sample(arguments: SampleArguments) -> None:
     import jax
     import jax.numpy as jnp
 
-    from gptlite.config import UserError
     from gptlite.generation.generate import stream
     from gptlite.generation.text import TextStream
     from gptlite.runs.find import find_run
@@ -25,11 +25,12 @@ def sample(arguments: SampleArguments) -> None:
     from gptlite.runtime import set_up_jax
 
     set_up_jax()
+    path = find_run(arguments.run, arguments.weights)
     with contextlib.redirect_stdout(sys.stderr):  # standard output is for the generated text
-        run = load_run(find_run(arguments.run), arguments.weights, custom=arguments.custom)
+        run = load_run(path, arguments.weights, custom=arguments.custom)
     prompt = read_prompt(arguments)
     if not prompt:
-        raise UserError("The prompt is empty: give at least one character to go on from.")
+        raise UserError("The prompt is empty: give at least one character.")
 
     ids = jnp.asarray(run.tokenizer.encode(prompt))
     rows = jnp.arange(arguments.num_samples)
@@ -37,7 +38,7 @@ def sample(arguments: SampleArguments) -> None:
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(arguments.seed), rows)
     prompts = jnp.tile(ids, (arguments.num_samples, 1))
 
-    if sys.stdout.isatty():  # the prompt is not generated text: shown to a person, not piped on
+    if sys.stdout.isatty():  # the prompt is shown on a terminal only, and is not part of the output
         print(prompt, end="", file=sys.stderr, flush=True)
     texts = [TextStream(run.tokenizer, arguments.stop) for _ in rows]
     pieces: list[list[str]] = [[] for _ in rows]
@@ -58,8 +59,6 @@ def sample(arguments: SampleArguments) -> None:
 
 def read_prompt(arguments: SampleArguments) -> str:
     """From --prompt, --prompt-file or standard input."""
-    from gptlite.config import UserError
-
     if arguments.prompt is not None:
         return arguments.prompt
     try:

@@ -37,7 +37,7 @@ def train(arguments: TrainArguments) -> None:
     from gptlite.runs.load import load_tokenizer
     from gptlite.runs.stop import Stop
     from gptlite.runtime import set_up_jax
-    from gptlite.sharding import keep_placed, make_mesh, skeleton
+    from gptlite.sharding import constrain_parameters, make_mesh, skeleton
     from gptlite.text.batches import Batches
     from gptlite.text.corpus import load_corpus
     from gptlite.text.tokenizer import decode, make_tokenizer
@@ -87,9 +87,9 @@ def train(arguments: TrainArguments) -> None:
             print(summary(shapes, batch_size=training.batch_size // training.accumulation))
             return
         # The program runs once, and at the lowest level it compiles in half the time.
-        # (Equinox's annotations leave out what it hands on to jax.jit.)
+        # (`eqx.filter_jit` passes `compiler_options` to `jax.jit`. Its annotations omit it.)
         draw = eqx.filter_jit(  # pyright: ignore[reportCallIssue]
-            lambda key: keep_placed(make_model(config.model, tokenizer, key=key)),
+            lambda key: constrain_parameters(make_model(config.model, tokenizer, key=key)),
             compiler_options={"xla_backend_optimization_level": 0},
         )
         mesh = make_mesh(fsdp=mesh_config.fsdp, tensor=tensor)
@@ -114,7 +114,7 @@ def train(arguments: TrainArguments) -> None:
         )
         custom = custom_options(config.model)
         if custom:
-            log(f"with code that is not gptlite's: {shlex.join(custom)}")
+            log(f"custom blocks: {shlex.join(custom)}")
 
         # Training. `fit` compiles first, so that a model that cannot be trained changes no files.
         fitting = fit(state, train_steps, batches, start=start_at)
@@ -124,12 +124,16 @@ def train(arguments: TrainArguments) -> None:
             run.resume(checkpoint, config)
         del state, checkpoint  # frees their arrays
         stop = Stop()
-        with stop, run.being_trained(tokenizer), Display(training.steps, run.steps_done) as display:
+        with (
+            stop,
+            run.training_errors(tokenizer),
+            Display(training.steps, run.steps_done) as display,
+        ):
             for progress in fitting:
                 stopping = stop.requested  # read once, so that every stop is saved
-                val_loss = evaluate.checked(progress) if progress.evaluation_due else None
+                val_loss = evaluate.evaluate_or_raise(progress) if progress.evaluation_due else None
                 if progress.log_due:
-                    run.log(progress, val_loss)
+                    run.log_metrics(progress, val_loss)
                 if val_loss is not None or stopping or run.save_is_due():
                     run.save(progress)
                 sample = ""

@@ -2,9 +2,9 @@
 
     python examples/glove.py
 
-The file of vectors is made here, from which words stand near which in the training text: positive
-pointwise mutual information and a singular value decomposition (Levy and Goldberg, 2014), which is
-what GloVe approximates. Any file of that format, as those of the GloVe project, will do instead.
+The file of vectors is made here, from co-occurrence counts within 4 words in the training text:
+positive pointwise mutual information and a singular value decomposition (Levy and Goldberg, 2014),
+which GloVe approximates. Any file of that format, as those of the GloVe project, works as well.
 The same small language model then learns from the same batches with a table drawn at random, with
 one that starts from the vectors, and with one that stays at them.
 """

@@ -1,11 +1,11 @@
-"""Masked characters of TinyShakespeare, and what the encoder that fills them in knows of speakers.
+"""Masked characters of TinyShakespeare, and whether the encoder's embeddings identify the speaker.
 
     python examples/masked.py
 
 An encoder learns to tell characters that were masked (Devlin et al., 2019, "BERT", section 3.1)
 from what stands before and after them. Then it is left as it is, and a linear probe on the mean of
 its embeddings says which of the ten most frequent speakers a speech belongs to, from its words
-alone. Beside it: the share of the most frequent of them, and the same probe on how often each
+alone. For comparison: the share of the most frequent of them, and the same probe on how often each
 character occurs. The speeches that the probes are tested on are kept from the encoder, too.
 """
 
@@ -48,16 +48,12 @@ class MaskedLM(eqx.Module):
         self.encoder = Encoder(config, vocab_size + 1, key=encoder_key)
         self.head = Linear(config.d_model, vocab_size, std=0.0, key=head_key)
 
-    @property
-    def config(self) -> ModelConfig:
-        return self.encoder.config
-
     def __call__(self, ids, *, key=None):
         return self.head(self.encoder(ids, lengths=lengths_of(ids), key=key))
 
 
 def lengths_of(ids):
-    """How many ids of each row are real: padding is -1, and stands behind them."""
+    """How many ids of each row are real: padding is -1, after the real ids."""
     return jnp.sum(ids >= 0, axis=-1)
 
 
@@ -80,8 +76,8 @@ def pieces_of(speech):
 
 
 def mask(random, ids, vocab_size):
-    """`ids` with 15 % of the characters hidden: 80 % of those behind the mask, 10 % behind another
-    character, 10 % behind themselves. And what they were, -1 elsewhere."""
+    """`ids` with 15 % of the characters chosen: 80 % of them replaced by the mask, 10 % by a random
+    character, 10 % unchanged. And the chosen characters, -1 elsewhere."""
     chosen = (random.random(ids.shape) < MASKED) & (ids >= 0)
     how = random.random(ids.shape)
     hidden = np.where(chosen & (how < 0.8), vocab_size, ids)

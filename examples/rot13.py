@@ -56,7 +56,7 @@ def rot13(words):
 
 
 def lengths_of(ids):
-    """How many ids of each row are real: padding is -1, and stands behind them."""
+    """How many ids of each row are real: padding is -1, after the real ids."""
     return jnp.sum(ids >= 0, axis=-1)
 
 

@@ -14,7 +14,10 @@ from gptlite import typecheck as typecheck
 
 # Not gptlite.config: it has its own error messages, and must import quickly.
 jaxtyping.install_import_hook(
-    [f"gptlite.{room}" for room in ("text", "nn", "models", "training", "generation", "research")],
+    [
+        f"gptlite.{package}"
+        for package in ("text", "nn", "models", "training", "generation", "research")
+    ],
     "gptlite.typecheck.typechecker",
 )
 

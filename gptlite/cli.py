@@ -12,14 +12,14 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import tyro
 
-from gptlite.config import MOST, Between, Config, SamplingConfig, UserError, check_fields
-from gptlite.custom import custom_blocks, rename_custom
+from gptlite.config import MAX_INT32, Between, Config, SamplingConfig, UserError, check_fields
+from gptlite.custom import custom_blocks, resolve_custom
 from gptlite.presets import PRESETS
 from gptlite.runs.find import find_run
 from gptlite.runs.saved_config import RESUMABLE, load_config, require_resumable
 
 DEFAULT_PRESET = "quick"
-# The placeholder for a run's custom block until it is named again.
+# Stands for a custom block that is not given with --resume.
 NOT_NAMED = "FILE.py:CLASS"
 
 
@@ -66,7 +66,7 @@ class TrainArguments:
 
 @dataclass(frozen=True)
 class CustomBlocks:
-    """Blocks of your own: named again, as they were to train.py."""
+    """The run's custom blocks, as given to train.py."""
 
     block: str | None = None
     norm: str | None = None
@@ -93,13 +93,13 @@ class SampleArguments:
     weights: Literal["best", "last"] = "best"
     """Weights of the best evaluation, or of the last checkpoint."""
 
-    max_new_tokens: Annotated[int, Between(1, MOST)] = 500
+    max_new_tokens: Annotated[int, Between(1, MAX_INT32)] = 500
     """Tokens to generate."""
 
     num_samples: Annotated[int, Between(1, 100_000)] = 1
     """Texts to generate, together."""
 
-    seed: Annotated[int, Between(0, MOST)] = 0
+    seed: Annotated[int, Between(0, MAX_INT32)] = 0
     """The same seed gives the same text."""
 
     debug: bool = False
@@ -201,7 +201,7 @@ def parse_train(argv: Sequence[str]) -> TrainArguments:
             )
     named = {field: getattr(arguments.config.model, field) for field in not_named}
     named = {field: value for field, value in named.items() if value != NOT_NAMED}
-    before = rename_custom(before, named)
+    before = resolve_custom(before, named)
     model = dataclasses.replace(
         arguments.config.model, **{field: getattr(before.model, field) for field in not_named}
     )
@@ -254,7 +254,7 @@ def _changed(config: Config, settings: Sequence[str]) -> Config:
         name = name.strip().replace("-", "_")
         if name.split(".")[0] not in ("model", "optimizer", "training") or name == "training.seed":
             raise UserError(
-                "--vary takes fields of model, optimizer and training (but the seed, which "
+                "--vary takes fields of model, optimizer and training (except the seed, which "
                 f"--seeds varies), got {name!r}."
             )
         is_bool = value.lower() in ("true", "false")
@@ -265,7 +265,7 @@ def _changed(config: Config, settings: Sequence[str]) -> Config:
 @contextlib.contextmanager
 def errors_as_sentences(debug: bool = False) -> Iterator[None]:
     """A `UserError` inside ends the program with its sentence on standard error and code 2; Ctrl-C
-    and a reader that has gone (`| head`) end it quietly. With `debug`, an error's traceback comes
+    and a closed pipe (`| head`) end it quietly. With `debug`, an error's traceback comes
     before its sentence."""
     try:
         yield
@@ -279,7 +279,7 @@ def errors_as_sentences(debug: bool = False) -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except Exception as error:
-        # XLA's own error for memory, recognised by its words, for JAX may not be imported here.
+        # XLA's out-of-memory error, recognised by its text: this module does not import JAX.
         if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
         _end(

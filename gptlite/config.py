@@ -33,7 +33,7 @@ def require(holds: bool, sentence: str) -> None:
 
 
 # Array sizes and counts: JAX indexes with 32 bits.
-MOST = 2**31 - 1
+MAX_INT32 = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Variants:
     def check(self, name: str, value: Any) -> None:
         """**Raises:** `UserError` if `value` names none of these."""
         variant, _ = split_variant(value)
-        more = ", or FILE.py:CLASS for a block of your own" if self.custom else ""
+        more = ", or FILE.py:CLASS for a custom block" if self.custom else ""
         require(
             variant in self.names or (self.custom and is_custom(variant)),
             f"{name} must be one of {', '.join(self.names)}{more}, got {value!r}.",
@@ -155,7 +155,7 @@ class DataConfig:
     """`char` (the text's own characters), `byte` (UTF-8), or `tiktoken:NAME`, e.g.
     `tiktoken:gpt2`."""
 
-    validation_tokens: Annotated[int, Between(2, MOST)] = 1_000_000
+    validation_tokens: Annotated[int, Between(2, MAX_INT32)] = 1_000_000
     """Validate on at most this many tokens, the first of the text's last 10 %."""
 
     def __post_init__(self):
@@ -167,7 +167,7 @@ class ModelConfig:
     """The shape of the network and which blocks it is built from.
 
     A block's own options follow its name: --model.mlp moe:n_experts=8:balance_loss=0.1. In place of
-    a name, FILE.py:CLASS takes a block of your own."""
+    a name, FILE.py:CLASS takes a custom block."""
 
     n_layers: Annotated[int, Between(1, 10_000)] = 3
     """Blocks in the stack."""
@@ -218,16 +218,16 @@ class ModelConfig:
         str,
         Variants(("rotary", "learned", "sinusoidal", "alibi", "relative", "none"), custom=False),
     ] = "rotary"
-    """How the model knows where a token is. alibi and relative (options buckets=32, farthest=128)
-    add to attention's scores by distance."""
+    """How the model knows the positions of tokens. alibi and relative (options buckets=32,
+    max_distance=128) add to attention's scores by distance."""
 
     embed_previous: Annotated[int, Between(0, 64)] = 2
     """How many earlier tokens are added to each token's embedding, each from a table of its own. A
-    small model then needs no layer to look one character back."""
+    small model then needs no layer that attends to the previous token."""
 
     scale_embedding: bool = False
-    """Multiply embeddings by sqrt(d_model), from tables that start as much smaller (Vaswani et al.,
-    2017, section 3.4)."""
+    """Multiply embeddings by sqrt(d_model); the tables start with standard deviation
+    1 / sqrt(d_model) (Vaswani et al., 2017, section 3.4)."""
 
     qk_norm: bool = True
     """RMS-normalise queries and keys before their product."""
@@ -320,13 +320,13 @@ class OptimizerConfig:
     2017, eq. 3, is 1 / sqrt(d_model * warm-up steps))."""
 
     warmup_fraction: Annotated[float, Between(0.0, 1.0)] = 0.03
-    """Share of all steps over which the learning rate rises from 0 to its peak."""
+    """Share of all steps over which the learning rate rises to its peak."""
 
     decay_fraction: Annotated[float, Between(0.0, 1.0)] = 0.5
     """With wsd: share of all steps, at the end, over which the learning rate falls."""
 
     final_fraction: Annotated[float, Between(0.0, 1.0)] = 0.0
-    """The last learning rate as a share of the peak."""
+    """With cosine, linear and wsd: the last learning rate as a share of the peak."""
 
     beta1: Annotated[float, Between(0.0, 0.999999)] = 0.9
     """Adam's decay of the mean of gradients (muon's own momentum is 0.95)."""
@@ -353,13 +353,13 @@ class OptimizerConfig:
 class TrainingConfig:
     """How long to train, in what portions, and how often to evaluate and save."""
 
-    steps: Annotated[int, Between(1, MOST)] = 1200
+    steps: Annotated[int, Between(1, MAX_INT32)] = 1200
     """Optimizer steps."""
 
-    batch_size: Annotated[int, Between(1, MOST)] = 8
+    batch_size: Annotated[int, Between(1, MAX_INT32)] = 8
     """Windows of context_length tokens in one step."""
 
-    accumulation: Annotated[int, Between(1, MOST)] = 1
+    accumulation: Annotated[int, Between(1, MAX_INT32)] = 1
     """Compute a step's gradient in this many equal parts, one after the other. Less memory, same
     result. Must divide batch_size."""
 
@@ -376,28 +376,28 @@ class TrainingConfig:
     (fewer if they could not share it evenly). Two keep two cores busier than one that spreads
     each operation over both. The environment variable JAX_NUM_CPU_DEVICES overrides this."""
 
-    steps_per_dispatch: Annotated[int, Between(1, MOST)] = 20
+    steps_per_dispatch: Annotated[int, Between(1, MAX_INT32)] = 20
     """Write a line of metrics after this many steps. They are one compiled call if they take at
     most two seconds."""
 
-    eval_every: Annotated[int, Between(1, MOST)] = 400
+    eval_every: Annotated[int, Between(1, MAX_INT32)] = 400
     """Evaluate, and print a sample, after this many steps and at the end."""
 
-    sample_tokens: Annotated[int, Between(0, MOST)] = 128
+    sample_tokens: Annotated[int, Between(0, MAX_INT32)] = 128
     """Tokens of the sample at each evaluation; 0 for none."""
 
     save_seconds: Annotated[float, Between(0.0)] = 300.0
-    """Save a checkpoint when the last one is this old, besides at each evaluation and when stopped.
+    """Save a checkpoint when the last one is this old, in addition to each evaluation and stop.
     A killed run loses the steps since the last checkpoint."""
 
-    keep: Annotated[int, Between(1, MOST)] = 2
-    """How many checkpoints to keep, the last ones. (The best weights are kept besides.)"""
+    keep: Annotated[int, Between(1, MAX_INT32)] = 2
+    """How many checkpoints to keep, the last ones. (The best weights are kept in addition.)"""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What to do when a loss or a gradient is not finite. stop: end the run, and save the batch.
     skip: skip that update, and count it."""
 
-    seed: Annotated[int, Between(0, MOST)] = 0
+    seed: Annotated[int, Between(0, MAX_INT32)] = 0
     """The run is a pure function of the config, this seed included, except for the order of sums,
     which depends on the devices."""
 
@@ -414,11 +414,11 @@ class TrainingConfig:
 class MeshConfig:
     """How devices share the work. All other devices take rows of the batch."""
 
-    fsdp: Annotated[int, Between(1, MOST)] = 1
+    fsdp: Annotated[int, Between(1, MAX_INT32)] = 1
     """Devices that share a batch, each with a part of every matrix, gathered layer by layer. For
     models that do not fit on one device."""
 
-    tensor: Annotated[int, Between(1, MOST)] = 1
+    tensor: Annotated[int, Between(1, MAX_INT32)] = 1
     """Devices that share the heads and the MLP's width. For models too large for fsdp alone."""
 
     def __post_init__(self):
@@ -442,10 +442,10 @@ class SamplingConfig:
     it left."""
 
     temperature: Annotated[float, Between(1e-6)] = 1.0
-    """Divides the logits: below 1 safer, above 1 wilder. At least 1e-6; for the most probable token
-    every time, use greedy."""
+    """Divides the logits: below 1 sharpens the distribution, above 1 flattens it. At least 1e-6.
+    For the most probable token every time, use greedy."""
 
-    top_k: Annotated[int | None, Between(1, MOST)] = None
+    top_k: Annotated[int | None, Between(1, MAX_INT32)] = None
     """Draw only from the k most probable tokens."""
 
     top_p: Annotated[float | None, Between(0.0, 1.0, above=True)] = None

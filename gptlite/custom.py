@@ -1,8 +1,9 @@
-"""Custom blocks: blocks of a user's own, from a file outside the package.
+"""Custom blocks: a user's classes, from files outside the package.
 
 Where the config has a choice of blocks, it also takes `FILE.py:CLASS`, or in Python the class
 itself. A block is built as `CLASS(config, key=key)`, from the `ModelConfig`; its other keyword
-arguments are its options. To parse a config executes nothing: `load_custom` does, and nothing else.
+arguments are its options. Parsing a config executes nothing. Only `load_custom` and `load_class`
+execute a file.
 """
 
 import contextlib
@@ -35,7 +36,7 @@ def custom_blocks(config: ModelConfig) -> dict[str, str]:
 
 
 def custom_options(config: ModelConfig) -> list[str]:
-    """The words of a command line that name them."""
+    """The command-line arguments that name the custom blocks of `config`."""
     named = custom_blocks(config).items()
     return [word for field, value in named for word in (f"--model.{field}", value)]
 
@@ -59,7 +60,7 @@ def load_custom(config: ModelConfig) -> None:
         CUSTOM[name] = block
 
 
-def rename_custom(config: Config, names: Mapping[str, Variant]) -> Config:
+def resolve_custom(config: Config, names: Mapping[str, Variant]) -> Config:
     """`config`, read from a run, with its custom blocks as named in `names`. A run may come from a
     stranger, so only the user decides which code is executed.
 
@@ -76,8 +77,8 @@ def rename_custom(config: Config, names: Mapping[str, Variant]) -> Config:
         if not again or not same_class or (options and options != old_options):
             but = f" instead of {again}" if again else ""
             raise UserError(
-                f"The run was made with {value}, which is not gptlite's own code and is only "
-                f"executed if you name it again: {shlex.join(custom_options(config.model))}{but}."
+                f"The run was made with {value}, which is not gptlite's own code and is executed "
+                f"only if the command names it: {shlex.join(custom_options(config.model))}{but}."
             )
         named[field] = name + value.removeprefix(old_name)
     for field in names.keys() - made_with.keys():

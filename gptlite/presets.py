@@ -69,7 +69,7 @@ PRESETS: dict[str, tuple[str, Config]] = {
         ),
     ),
     "gpu": (
-        "shape M (10.7 M parameters) with our own blocks, for one data-centre GPU",
+        "10.7 M parameters with the blocks of quick, for one data-centre GPU",
         Config(
             model=ModelConfig(n_layers=6, n_heads=6, d_model=384, context_length=256, dropout=0.2),
             training=TrainingConfig(steps=2000, batch_size=64, eval_every=250),
@@ -101,7 +101,7 @@ PRESETS: dict[str, tuple[str, Config]] = {
             data=DataConfig(tokenizer="tiktoken:gpt2"),
             model=GPT2_SMALL,
             optimizer=dataclasses.replace(_NANOGPT_OPTIMIZER, learning_rate=6e-4, beta2=0.95),
-            training=TrainingConfig(steps=10000, batch_size=32, accumulation=8),
+            training=TrainingConfig(steps=10000, batch_size=32, accumulation=4),
         ),
     ),
 }

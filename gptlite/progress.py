@@ -1,4 +1,4 @@
-"""What a program tells its user while it runs: lines and progress bars, on standard output."""
+"""Log lines and progress bars, on standard output."""
 
 import sys
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def set_up_jax(cpu_devices: int = 1) -> None:
-    """Keep compiled programs in the user's cache folder, so that the second start compiles nothing,
+    """Keep compiled programs in the user's cache folder, so that later starts load them,
     and make `cpu_devices` devices of the CPU. To be called before JAX first computes.
 
     JAX's own environment variables, JAX_COMPILATION_CACHE_DIR and JAX_NUM_CPU_DEVICES, take

@@ -1,4 +1,4 @@
-"""The mesh of devices, and how arrays are spread over it. The one module that knows of devices.
+"""The mesh of devices, and how arrays are spread over it.
 
 All other code computes on whole arrays, as if there were one device. A mesh has three axes:
 
@@ -161,7 +161,7 @@ def constrain(x: Array, *axes: str | None) -> Array:
     return jax.lax.with_sharding_constraint(x, _spec(names, x.shape, mesh))
 
 
-def keep_placed(tree: T) -> T:
+def constrain_parameters(tree: T) -> T:
     """`tree`, inside a compiled function, spread as `place` spreads it."""
     mesh = _mesh()
     if mesh is None:
@@ -193,7 +193,7 @@ def gathered(module: T, path: str) -> T:
     return jax.tree_util.tree_map_with_path(gather, module)
 
 
-def shared_out(function: Callable[[Array], Array], x: Array) -> Array:
+def map_over_devices(function: Callable[[Array], Array], x: Array) -> Array:
     """`function(x)` with the first axis spread over all devices. The function must treat each
     `x[i]` independently."""
     mesh = _mesh()
@@ -216,7 +216,7 @@ def is_spread(axis: str) -> bool:
 
 
 def row_parts(rows: int) -> int:
-    """The number of parts into which the devices divide so many rows."""
+    """The number of equal parts of `rows` on the devices; 1 if the devices do not divide it."""
     mesh = _mesh()
     parts = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
     return parts if rows % parts == 0 else 1
@@ -229,7 +229,7 @@ def targets_nvidia() -> bool:
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """A path in a pytree, as `stack.blocks.attention.query.weight`."""
+    """A path in a pytree, as `stack.blocks.attention.heads.query.weight`."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 

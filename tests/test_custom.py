@@ -17,7 +17,7 @@ from jaxtyping import TypeCheckError
 from gptlite import load_run
 from gptlite.cli import parse_sample, parse_train
 from gptlite.config import CUSTOM, Config, ModelConfig, UserError
-from gptlite.custom import custom_options, custom_sources, load_custom, rename_custom
+from gptlite.custom import custom_options, custom_sources, load_custom, resolve_custom
 from gptlite.files import write_json
 from gptlite.models.gpt import GPT
 from gptlite.nn import RMSNorm
@@ -211,7 +211,7 @@ def test_a_run_alone_executes_nothing(run, file):
     with pytest.raises(UserError, match=r"made with model\.norm rms, got"):
         load_run(run, custom={"mlp": f"{file}:Twice", "norm": f"{file}:Twice"})
     for words in (["--resume", str(run)], ["--resume", str(run), "--model.mlp", "relu"]):
-        with pytest.raises(UserError, match="only executed if you name it again"):
+        with pytest.raises(UserError, match="executed only if the command names it"):
             parse_train(words)
     assert not Path("executed").exists()
 
@@ -236,5 +236,5 @@ def test_a_file_that_has_changed_is_said(run, file, capsys):
 
 
 def test_naming_again_leaves_a_config_without_blocks_alone():
-    assert rename_custom(Config(), {}) == Config()
+    assert resolve_custom(Config(), {}) == Config()
     assert type(GPT(TINY, VOCAB, key=jax.random.key(0)).norm) is RMSNorm

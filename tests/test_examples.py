@@ -33,6 +33,7 @@ def test_a_recurrent_state_trains_samples_and_resumes(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     custom = ["--model.attention", RECURRENT]
     shape = ["--model.n-layers", "1", "--model.d-model", "16", "--model.context-length", "16"]
+    shape += ["--optimizer.name", "adamw"]
     data = ["--run", "gla", "--data.corpus", str(tmp_path / "text.txt"), *shape]
 
     def script(name, *words):

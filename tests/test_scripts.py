@@ -1,5 +1,6 @@
 """The two commands, as a person types them."""
 
+import functools
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ import train
 from gptlite.cli import errors_as_sentences, parse_sample, parse_train
 from gptlite.config import UserError
 from gptlite.presets import PRESETS
+from gptlite.text import tokens
 
 TINY = [
     "--model.n-layers",
@@ -91,6 +93,16 @@ def test_parameters_are_spread_over_devices_and_a_run_goes_on_with_another_mesh(
     assert done.code == 2
     assert "must divide the number of devices" in done.err
     shutil.rmtree(place / "runs" / "spread")  # the newest run is the other one
+
+
+def test_a_text_in_a_file_of_ids_is_trained_on_and_sampled_from(tmp_path, monkeypatch):
+    (tmp_path / "rhyme.txt").write_text(TEXT, encoding="utf-8")
+    mapped = functools.partial(tokens.split_corpus, in_memory=0, folder=tmp_path / "tokens")
+    monkeypatch.setattr(tokens, "split_corpus", mapped)
+    words = ["--data.corpus", "rhyme.txt", "--run", "mapped", *TINY]
+    done = run_script("train.py", *words, folder=tmp_path)
+    assert done.code == 0, done.err
+    assert done.out.count("    | ") >= 2
 
 
 def test_training_leaves_all_that_it_should(place):

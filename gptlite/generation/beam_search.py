@@ -50,8 +50,8 @@ def beam_search(
     max_new_tokens: int | None = None,
 ) -> Translation:
     """The best target found by keeping, at every length, the `beam` best prefixes (Graves, 2012,
-    section 2.5). With `beam` 1, that is greedy search. With as many as there are targets, the
-    result is the best target of all.
+    section 2.5). With `beam` 1, that is greedy search. With `beam` at least the number of
+    possible targets, the search is exhaustive.
 
     The score of a target is its log probability over `((5 + tokens) / 6) ^ length_penalty` (Wu et
     al., 2016, eq. 14), where the tokens include the end token.

@@ -24,8 +24,8 @@ from gptlite.nn.context import Rows
 # Tokens generated in one compiled call: few enough to stream smoothly, enough to hide the call.
 TOKENS_PER_CALL = 32
 
-# A prompt is padded to at least so many tokens.
-SHORTEST_READ = 16
+# The minimal padded length of a prompt.
+MIN_PREFILL = 16
 
 
 class GenerationState(eqx.Module):
@@ -87,23 +87,23 @@ def stream(
             )
     config = SamplingConfig() if config is None else config
     # A power of two, so that prompts of all lengths share a few programs.
-    room = min(context, max(SHORTEST_READ, 1 << (longest - 1).bit_length()))
+    room = min(context, max(MIN_PREFILL, 1 << (longest - 1).bit_length()))
     padded = jnp.zeros((len(prompt), room), jnp.int32).at[:, :longest].set(prompt[:, :room])
     model = model.unstacked()
-    state = _start(model, padded, jnp.asarray(length))
+    state = _prefill(model, padded, jnp.asarray(length))
     left = max_new_tokens
     while left > 0:
         if length.max() == context:
-            state = _forget(model, state)
+            state = _drop_first_half(model, state)
             length = np.where(length == context, context // 2, length)
         count = min(TOKENS_PER_CALL, left, context - int(length.max()))
-        state, tokens = _advance(model, state, keys, jnp.asarray(count), config)
+        state, tokens = _decode(model, state, keys, jnp.asarray(count), config)
         yield tokens[:, :count]
         left, length = left - count, length + count
 
 
 @eqx.filter_jit
-def _start(model: GPT, padded: Int[Array, "batch room"], length: Rows) -> GenerationState:
+def _prefill(model: GPT, padded: Int[Array, "batch room"], length: Rows) -> GenerationState:
     padded, length = drop_single(padded), length[0] if length.shape == (1,) else length
     hidden, cache = model.extend(padded, model.init_cache(padded.shape[:-1]), length)
     logits = model.logits(read_at(hidden, length - 1, 1, axis=-2))
@@ -111,8 +111,8 @@ def _start(model: GPT, padded: Int[Array, "batch room"], length: Rows) -> Genera
 
 
 @eqx.filter_jit
-def _forget(model: GPT, state: GenerationState) -> GenerationState:
-    """Drop the first half of the texts whose context is full. This is not in `_advance`'s loop,
+def _drop_first_half(model: GPT, state: GenerationState) -> GenerationState:
+    """Drop the first half of the texts whose context is full. This is not in `_decode`'s loop,
     because a condition there would copy the cache at every token."""
     context, cache = model.config.context_length, state.cache
     half = context // 2
@@ -131,7 +131,7 @@ def _forget(model: GPT, state: GenerationState) -> GenerationState:
 
 
 @eqx.filter_jit
-def _advance(
+def _decode(
     model: GPT,
     state: GenerationState,
     keys: Key[Array, " batch"],

@@ -13,33 +13,33 @@ from gptlite.sharding import path_name
 
 M = TypeVar("M", bound=eqx.Module)
 
-# `see(name, module, arguments, options, out)`: a module's place, the module, what it was called
+# `on_call(name, module, arguments, options, out)`: a module's place, the module, what it was called
 # with and what came out.
-See = Callable[[str, Any, tuple[Any, ...], dict[str, Any], Any], None]
+OnCall = Callable[[str, Any, tuple[Any, ...], dict[str, Any], Any], None]
 
 
-def watched(model: M, wanted: Callable[[Any], bool], see: See) -> M:
-    """A copy of `model` that calls `see` at every call of a module for which `wanted` is true. Of
-    such modules inside each other, only the outermost counts."""
+def with_call_hook(model: M, is_hooked: Callable[[Any], bool], on_call: OnCall) -> M:
+    """A copy of `model` that calls `on_call` at every call of a module that `is_hooked`. Of such
+    modules inside each other, only the outermost counts."""
 
-    def stand_in(path, node):
-        if not wanted(node):
+    def hook(path, node):
+        if not is_hooked(node):
             return node
-        return _Watched(node, path_name(path), see)
+        return _Hooked(node, path_name(path), on_call)
 
-    return jax.tree_util.tree_map_with_path(stand_in, model, is_leaf=wanted)
+    return jax.tree_util.tree_map_with_path(hook, model, is_leaf=is_hooked)
 
 
-class _Watched(eqx.Module):
+class _Hooked(eqx.Module):
     """Replaces a module, and reports its calls."""
 
     inner: Any
     name: str = eqx.field(static=True)
-    see: See = eqx.field(static=True)
+    on_call: OnCall = eqx.field(static=True)
 
     def __call__(self, *arguments, **options):
         out = self.inner(*arguments, **options)
-        self.see(self.name, self.inner, arguments, options, out)
+        self.on_call(self.name, self.inner, arguments, options, out)
         return out
 
     def __getattr__(self, attribute: str) -> Any:
@@ -68,7 +68,7 @@ def attention_maps(
     def run(model, arguments, options):
         found: dict[str, Array] = {}
 
-        def see(name, module, given, others, out):
+        def on_call(name, module, given, others, out):
             weights = found[name] = module.weights(*given, **others)
             x = given[0]
             if weights.shape[:-3] != x.shape[:-2] or weights.shape[-2] != x.shape[-2]:
@@ -77,7 +77,7 @@ def attention_maps(
                     f"{list(x.shape)}, got {list(weights.shape)}."
                 )
 
-        watched(model, has_weights, see)(*arguments, **options)
+        with_call_hook(model, has_weights, on_call)(*arguments, **options)
         return found
 
     # Layers that share a module would share its name.

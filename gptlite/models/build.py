@@ -45,9 +45,10 @@ def make_block(
     """
     if not cross_attention:
         return make_part("block", config, key, causal=causal)
-    if config.block not in RESIDUALS:
+    residual = ("pre", "post", "sandwich")
+    if config.block not in residual:
         raise UserError(
-            f"The block of an encoder-decoder must be one of {', '.join(RESIDUALS)}, got "
+            f"The block of an encoder-decoder must be one of {', '.join(residual)}, got "
             f"{config.block}."
         )
     return make_part("block", config, key, causal=causal, cross_attention=True)
@@ -57,7 +58,7 @@ def _residual_block(residual: Any, n_norms: int) -> Callable[..., Any]:
     def make(config, *, causal=True, cross_attention=False, key):
         attention_key, mlp_key, cross_key, *norm_keys = jax.random.split(key, 3 + 3 * n_norms)
         residuals = [
-            residual(*[make_norm(config, k) for k in norm_keys[i : i + n_norms]])
+            residual(*[make_part("norm", config, k) for k in norm_keys[i : i + n_norms]])
             for i in range(0, 3 * n_norms, n_norms)
         ]
         return Block(
@@ -80,7 +81,7 @@ def _parallel_block(config, *, causal=True, key):
     return ParallelBlock(
         attention=make_part("attention", config, attention_key, causal=causal),
         mlp=make_part("mlp", config, mlp_key),
-        norm=make_norm(config, norm_key),
+        norm=make_part("norm", config, norm_key),
         dropout=config.dropout,
     )
 
@@ -168,21 +169,26 @@ def _moe(
     )
 
 
-def make_norm(config: ModelConfig, key: PRNGKeyArray) -> Any:
-    """The norm as `config` describes it."""
-    return make_part("norm", config, key)
-
-
 def _relative(
     config,
     *,
     buckets: Annotated[int, Between(4, 10_000)] = 32,
-    farthest: Count = 128,
+    max_distance: Count = 128,
     causal=True,
     key,
 ):
+    near = buckets // 2 if causal else buckets // 4  # as in RelativeBias
+    if max_distance <= near:
+        raise UserError(
+            f"max_distance in model.positions must be above {near}, for {buckets} buckets, got "
+            f"{max_distance}."
+        )
     return RelativeBias(
-        config.n_heads, buckets=buckets, farthest=farthest, both_ways=not causal, key=key
+        config.n_heads,
+        buckets=buckets,
+        max_distance=max_distance,
+        bidirectional=not causal,
+        key=key,
     )
 
 
@@ -190,7 +196,6 @@ def _learned(config, *, causal=True, key):
     return Learned(config.context_length, config.d_model, std=embedding_std(config), key=key)
 
 
-RESIDUALS = {"pre": PreNorm, "post": PostNorm, "sandwich": SandwichNorm}
 TABLES: dict[str, dict[str, Callable[..., Any]]] = {
     "block": {
         "pre": _residual_block(PreNorm, 1),

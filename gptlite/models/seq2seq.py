@@ -61,7 +61,7 @@ class Seq2Seq(eqx.Module):
 
     @property
     def config(self) -> ModelConfig:
-        """That of both halves."""
+        """The config of encoder and decoder."""
         return self.decoder.config
 
     @property

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jaxtyping import PyTree
 
-from gptlite.models.attention_maps import watched
+from gptlite.models.attention_maps import with_call_hook
 from gptlite.models.gpt import GPT
 from gptlite.models.seq2seq import Seq2Seq
 from gptlite.sharding import path_name
@@ -101,11 +101,11 @@ def _modules(model: Any) -> list[tuple[str, int, Any, str]]:
     """Name, number of layers, module and output shape of each module that holds arrays itself."""
     shapes: dict[str, str] = {}
 
-    def see(name, module, arguments, options, out):
+    def on_call(name, module, arguments, options, out):
         # A block also returns its cache.
         shapes[name] = _shape(out[0] if isinstance(out, tuple) else out)
 
-    out = eqx.filter_eval_shape(watched(model, _holds_arrays, see), *_inputs(model, 1))
+    out = eqx.filter_eval_shape(with_call_hook(model, _holds_arrays, on_call), *_inputs(model, 1))
     found = jax.tree_util.tree_leaves_with_path(model, is_leaf=_holds_arrays)
     modules = [(path_name(path), node) for path, node in found if _holds_arrays(node)]
     layers = model.config.n_layers

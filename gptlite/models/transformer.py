@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from gptlite.config import ModelConfig
-from gptlite.models.build import embedding_std, make_norm, make_part
+from gptlite.models.build import embedding_std, make_part
 from gptlite.nn.block import drop
 from gptlite.nn.context import Context
 from gptlite.nn.embedding import Embedding
@@ -41,6 +41,7 @@ class Transformer(eqx.Module):
     ):
         """`rows` is that of the embedding. `make_block(config, key)` makes a layer. Without
         `final_norm`, the output of the last layer is returned as it is."""
+        # The fourth is for a head.
         embedding_key, positions_key, stack_key, _ = jax.random.split(key, 4)
         d_model = config.d_model
         self.config = config
@@ -61,7 +62,7 @@ class Transformer(eqx.Module):
             key=stack_key,
         )
         norm_key = jax.random.fold_in(stack_key, config.n_layers)
-        self.norm = make_norm(config, norm_key) if final_norm else eqx.nn.Identity()
+        self.norm = make_part("norm", config, norm_key) if final_norm else eqx.nn.Identity()
 
     def _run(
         self,

@@ -1,4 +1,4 @@
-"""The blocks. Each maps `[*batch, seq, d_model]` to the same shape and knows no other block."""
+"""The parts that all models are built from."""
 
 from gptlite.nn.attention import Attention, CrossAttention, Heads, Memory, ValueResidual
 from gptlite.nn.block import Block, BlockCache, ParallelBlock, PostNorm, PreNorm, SandwichNorm

@@ -73,8 +73,7 @@ class BlockCache(eqx.Module):
 
 
 class Block(eqx.Module):
-    """Attention, in a decoder that reads an encoder also cross-attention, and an MLP. Each of them
-    has a residual connection.
+    """Attention, optional cross-attention, and an MLP, each with a residual connection.
 
     - `attention` is any module with the call and the `init_cache` of `Attention`.
     - `cross_attention` is a `CrossAttention`, or None.
@@ -125,18 +124,18 @@ class Block(eqx.Module):
         nor `context.memory`.
         """
         keys = split_key(key, 5)
-        own = cache.attention if isinstance(cache, BlockCache) else cache
+        self_cache = cache.attention if isinstance(cache, BlockCache) else cache
         h = self.attention_residual.before(x)
-        out = self.attention(h, own, context, key=keys[0])
-        y, own = checked(self.attention, out, h, "(y, cache)")
+        out = self.attention(h, self_cache, context, key=keys[0])
+        y, self_cache = checked(self.attention, out, h, "(y, cache)")
         x = self.attention_residual.after(x, drop(y, self.dropout, keys[1]))
         if self.cross_attention is None or self.cross_residual is None:
-            cache = own
+            cache = self_cache
         else:
             memory = self._read_memory(context) if cache is None else cache.memory
             y = self.cross_attention(self.cross_residual.before(x), memory, key=keys[2])
             x = self.cross_residual.after(x, drop(y, self.dropout, keys[3]))
-            cache = None if cache is None else BlockCache(own, memory)
+            cache = None if cache is None else BlockCache(self_cache, memory)
         h = self.mlp_residual.before(x)
         y, aux_loss = run_mlp(self.mlp, h, context.lengths)
         return self.mlp_residual.after(x, drop(y, self.dropout, keys[4])), cache, aux_loss

@@ -1,4 +1,4 @@
-"""What every layer gets besides its input."""
+"""The arguments of a layer other than its input."""
 
 import equinox as eqx
 from jaxtyping import Array, Float, Int
@@ -10,7 +10,7 @@ Start = int | Rows
 
 
 class Context(eqx.Module):
-    """What every layer gets besides its input. The default is a whole sequence without padding.
+    """The arguments of a layer other than its input. Default: a whole sequence without padding.
 
     It is one object, so that a new kind of layer adds a field here, and not an argument to all
     other layers.

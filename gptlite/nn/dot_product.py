@@ -31,7 +31,7 @@ def attend(
 ) -> Float[Array, "*batch heads queries d_value"]:
     """`softmax(Q Kᵀ / sqrt(d_head) + bias) V` (Vaswani et al., 2017, eq. 1).
 
-    The arguments are those of `jax.nn.dot_product_attention`, with the heads before the sequence.
+    The arguments follow those of `jax.nn.dot_product_attention`, with heads before the sequence.
 
     On a mesh of NVIDIA GPUs, cuDNN's flash attention computes whole sequences in half precision, if
     there is no bias, mask or dropout.

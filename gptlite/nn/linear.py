@@ -1,4 +1,4 @@
-"""The linear layer that every matrix of the model lives in."""
+"""The linear layer."""
 
 import equinox as eqx
 import jax

@@ -32,7 +32,7 @@ def product(
     The order in memory of the factors decides the speed on a CPU, so programs that are compiled for
     a CPU multiply differently: see `_row_major` and `_weight_grad_on_cpu`.
     """
-    return _by_platform(_multiply_transposed_b, _multiply_transposed_b_on_cpu, a, b)
+    return _forward(a, b)[0]
 
 
 def _by_platform(function: Callable, on_cpu: Callable, a: Array, b: Array) -> Array:
@@ -108,7 +108,7 @@ def _forward(a, b):
 
 def _backward(factors, grad):
     a, b = factors
-    # In the factors' own format: with one of them in float32 it would be a float32 product.
+    # A float32 gradient would make this a float32 product.
     grad = grad.astype(a.dtype)
     grad_a = _by_platform(_multiply, _multiply_on_cpu, grad, b)
     grad_b = lax.platform_dependent(grad, a, cpu=_weight_grad_on_cpu, default=_weight_grad)

@@ -1,6 +1,6 @@
 """Is a block right? `check_block(block)` says which check fails, where, and by how much.
 
-    parameters  all of them are where training finds them
+    parameters  no array is in a static field or complex
     shapes      the output has the shape and dtype of the input (of a model: logits)
     jit         traced and compiled twice, it gives the same
     causal      no output depends on a later input
@@ -48,7 +48,7 @@ class CheckError(AssertionError):
     def __init__(self, name: str, failures: Sequence[tuple[str, str]]):
         self.checks = tuple(check for check, _ in failures)
         lines = [f"{check}: {message}" for check, message in failures]
-        super().__init__(f"{name} is not right.\n  " + "\n  ".join(lines))
+        super().__init__(f"{name} fails:\n  " + "\n  ".join(lines))
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class Report:
     def __str__(self) -> str:
         axis = "vocabulary" if self.kind in ("model", "encoder-decoder") else "d_model"
         return (
-            f"{self.name} ({self.kind}, {axis} {self.width}, {self.parameters:,} parameters) is "
-            f"right: {', '.join(self.checks)}"
+            f"{self.name} ({self.kind}, {axis} {self.width}, {self.parameters:,} parameters) "
+            f"passes: {', '.join(self.checks)}"
         )
 
 
@@ -85,7 +85,7 @@ def check_block(
     """Run the checks in `gptlite.research.check_block`'s docstring. A block takes some seconds, an
     encoder-decoder about twenty.
 
-    All parameters are moved at random first, so that none hides behind a zero.
+    All parameters are moved at random first, so that a parameter that starts at zero has an effect.
 
     **Arguments:**
 

@@ -163,11 +163,11 @@ def check_cached(s: Subject) -> str | None:
     padded = np.concatenate([s.source, s.source[:2]])
     calls = calls_of_targets(padded, np.asarray(len(s.source)))
     found = _read(dataclasses.replace(s, **calls), s.x, ways["in portions"])
-    return _compare(found, whole, "cached, with padding behind the source", "without")
+    return _compare(found, whole, "cached, with padding after the source", "without")
 
 
 def _read(s: Subject, x: np.ndarray, portions: Sequence[Any]) -> np.ndarray:
-    """The outputs for `x`, read with a cache in portions of so many tokens: a number for all rows,
+    """The outputs for `x`, read with a cache in portions of these lengths: a number for all rows,
     or one for each. The first portion is followed by padding, as generation pads prompts."""
     assert s.init_cache is not None
     batch = x.shape[:1] if x.ndim == s.x.ndim else ()
@@ -200,7 +200,7 @@ def check_padding(s: Subject) -> str | None:
     padded = s.run(np.where(shaped, s.x, s.other), lengths)
     for row, length in enumerate(lengths):
         alone = s.run(s.x[row, :length])
-        what = f"row {row} with {s.seq - length} tokens of padding behind it"
+        what = f"row {row} with {s.seq - length} tokens of padding after it"
         message = _compare(padded[row, :length], alone, what, "without")
         if message:
             return message
@@ -257,7 +257,7 @@ def check_gradients(s: Subject) -> str | None:
                 )
     error = np.abs(by_difference - along).min(axis=0)
     size = np.maximum(np.abs(along), np.abs(by_difference).min(axis=0))
-    # What is almost nothing is compared with the largest.
+    # Slopes below 1e-3 of the largest are compared with that.
     wrong = error / np.maximum(size, 1e-3 * np.max(size)) > DERIVATIVE
     if wrong.any():
         i = int(wrong.argmax())
@@ -323,7 +323,7 @@ CHECKS: dict[str, Callable[[Subject], str | None]] = {
 
 
 def left_out(s: Subject) -> set[str]:
-    """Checks that say nothing of such a block."""
+    """The checks that do not apply to the block."""
     left_out = set() if s.causal else {"causal"}
     if s.causal and s.source is None:
         left_out.add("both ways")

@@ -183,7 +183,7 @@ class Comparison:
         return settings
 
     def _choose_steps(self, config: Config, at_once: int) -> int:
-        """The steps that make the variant equal to the base, with so many seeds at once."""
+        """The steps that make the variant equal to the base, with `at_once` seeds at once."""
         steps = self._base.training.steps
         if self._equal == "steps" or config == self._base:
             return config.training.steps
@@ -235,7 +235,7 @@ class Comparison:
 
 
 def _free_memory() -> int:
-    """Free bytes of all devices together. Where that is not known: all memory of the machine."""
+    """Free bytes of all devices together. If unknown: all memory of the machine, or 8 GiB."""
     stats = jax.devices()[0].memory_stats()
     if stats is not None and "bytes_limit" in stats:
         return jax.device_count() * (stats["bytes_limit"] - stats.get("bytes_in_use", 0))
@@ -249,13 +249,18 @@ def _free_memory() -> int:
 
 
 def _flat(config: Config) -> dict[str, Any]:
-    """The fields that decide what a variant learns. (Of the data, the text's checksum does.)"""
-    irrelevant = ("seed", "sample_tokens", "save_seconds", "keep", "cpu_devices")
+    """The fields that decide what a variant learns, and on what it is validated. (The text and the
+    tokenizer are compared themselves.)"""
+    irrelevant = {
+        *("data.corpus", "data.tokenizer", "mesh.fsdp", "mesh.tensor", "training.seed"),
+        *("training.sample_tokens", "training.save_seconds", "training.keep"),
+        "training.cpu_devices",
+    }
     return {
-        f"{section}.{name}": value
+        name: value
         for section, fields in dataclasses.asdict(config).items()
-        for name, value in fields.items()
-        if section not in ("data", "mesh") and not (section == "training" and name in irrelevant)
+        for field, value in fields.items()
+        if (name := f"{section}.{field}") not in irrelevant
     }
 
 

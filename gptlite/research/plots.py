@@ -61,7 +61,7 @@ def losses(records: Sequence[Mapping[str, Any]]) -> "Figure":
     axes.plot(
         [record["step"] for record in records],
         # NaN, a gap in the line, where every update was skipped.
-        [record["train_loss"] or math.nan for record in records],
+        [math.nan if (x := record["train_loss"]) is None else x for record in records],
         label="training",
         linewidth=1,
     )

@@ -26,11 +26,11 @@ from gptlite.training.step import TrainSteps
 
 @dataclass(frozen=True)
 class SeedsProgress:
-    """After steps."""
+    """The state after a dispatch."""
 
     step: int
     steps: int
-    """When all is done."""
+    """Steps in total."""
     val_losses: Sequence[float] | None
     """Where an evaluation was due: nats a token, one a seed."""
     step_seconds: float
@@ -51,7 +51,8 @@ def fit_seeds(
     """
     training, context = config.training, config.model.context_length
     seeds, mesh = list(seeds), seeds_mesh(len(seeds))
-    # All devices have as many: the last seed fills the gaps, and is left out of what is reported.
+    # Every device trains the same number of seeds. Copies of the last seed fill the gaps, and are
+    # not reported.
     filled = [*seeds, *seeds[-1:] * (-len(seeds) % mesh.shape[SEEDS])]
     batches = [Batches(split.train, training.batch_size, context, seed) for seed in filled]
 

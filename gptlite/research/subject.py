@@ -64,10 +64,14 @@ def make_subject(
 ) -> Subject:
     """**Raises:** `UserError` if the block is too small to be checked, or `d_model` is missing."""
     if kind is None:
-        by_class: dict[type, Kind] = {Encoder: "encoder", Seq2Seq: "encoder-decoder"}
-        by_method: Kind = "block" if hasattr(block, "init_cache") else "layer"
-        by_method = "model" if hasattr(block, "vocab_size") else by_method
-        kind = by_class.get(type(block), by_method)
+        if issubclass(type(block), Encoder):
+            kind = "encoder"
+        elif issubclass(type(block), Seq2Seq):
+            kind = "encoder-decoder"
+        elif hasattr(block, "vocab_size"):
+            kind = "model"
+        else:
+            kind = "block" if hasattr(block, "init_cache") else "layer"
     if causal is None:
         not_causal = any(getattr(module, "causal", True) is False for module in modules_in(block))
         causal = kind == "encoder-decoder" or not not_causal

@@ -36,12 +36,20 @@ class Record:
 
     position: Position
     seconds: float
-    """Training time, of all processes that trained the run."""
+    """Wall-clock time of all processes that trained the run."""
     last: dict[str, Any]
     """The last line of metrics."""
     corpus_sha256: str
     devices: str
     """Number and kind of the devices, and the mesh where parameters are spread."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """From where a run is resumed."""
+
+    state: TrainState
+    record: Record
 
 
 class Checkpoints:
@@ -100,9 +108,8 @@ class Checkpoints:
             if not self._manager.save(step, args=items):
                 raise ValueError(f"there is a checkpoint of step {self._manager.latest_step()}")
 
-    def restore(self, step: int, skeleton: TrainState) -> tuple[TrainState, Record]:
-        """The state and the record of `step`. Arrays are spread over devices as those of `skeleton`
-        are.
+    def restore(self, step: int, skeleton: TrainState) -> Checkpoint:
+        """The checkpoint of `step`. Its arrays are spread over devices as those of `skeleton` are.
 
         **Raises:** `UserError` if the checkpoint cannot be read or is damaged, or its arrays do not
         have the names, shapes and dtypes of `skeleton`, which is checked before any array is read.
@@ -127,7 +134,7 @@ class Checkpoints:
             record = Record(position=Position(**fields.pop("position")), **fields)
         if record.position.step != step:
             raise UserError(f"The checkpoint {path} is damaged: it is of another step.")
-        return fill(skeleton, arrays, f"The arrays of {path}"), record
+        return Checkpoint(fill(skeleton, arrays, f"The arrays of {path}"), record)
 
     def wait(self) -> None:
         """Wait until everything started is written.

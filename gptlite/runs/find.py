@@ -35,28 +35,29 @@ def check_free(path: Path, *, overwrite: bool) -> None:
         raise UserError(f"{path} is not a run (it has no config.json), so it is not overwritten.")
 
 
-def find_run(name: str | None) -> Path:
-    """The folder of the run with that path, or that name in `runs/`. None: of the newest run.
+def find_run(name: str | None, weights: str = "best") -> Path:
+    """The folder of the run with that path, or that name in `runs/`. None: of the run with the
+    newest `weights`, best or last.
 
     **Raises:** `UserError` if there is none.
     """
     if name is None:
-        return newest_run()
+        return newest_run(RUNS_FOLDER, weights)
     for path in (Path(name), RUNS_FOLDER / name):
         if os.path.isfile(path / "config.json"):
             return path
     raise UserError(f"{name} is not a run: neither it nor {RUNS_FOLDER / name} has a config.json.")
 
 
-def newest_run(folder: Path = RUNS_FOLDER) -> Path:
-    """The run in `folder` with the newest best weights.
+def newest_run(folder: Path, weights: str = "best") -> Path:
+    """The run in `folder` with the newest `weights`, best or last.
 
     **Raises:** `UserError` if there is none with weights.
     """
-    weights = [path for path in folder.glob("*/best.safetensors") if path.is_file()]
-    if not weights:
+    files = [path for path in folder.glob(f"*/{weights}.safetensors") if path.is_file()]
+    if not files:
         raise UserError(
             f"There is no trained model in {folder}/ yet: run `python train.py` first, or name "
             "one with --run."
         )
-    return max(weights, key=lambda path: path.stat().st_mtime).parent
+    return max(files, key=lambda path: path.stat().st_mtime).parent

@@ -22,7 +22,6 @@ import shlex
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +33,13 @@ from gptlite.config import Config, UserError
 from gptlite.custom import custom_options
 from gptlite.files import sync, write_atomically, write_json
 from gptlite.progress import log
-from gptlite.runs.checkpoints import Checkpoints, Record, list_steps
+from gptlite.runs.checkpoints import Checkpoint, Checkpoints, Record, list_steps
 from gptlite.runs.find import check_free
 from gptlite.runs.saved_config import changed_sources, load_config, save_config, save_sources
 from gptlite.runs.weights import Evaluated, named_arrays, read_evaluated, save_weights
 from gptlite.text.tokenizer import Tokenizer, decode
 from gptlite.training.fit import DivergenceError, Progress
 from gptlite.training.step import TrainState
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """Where a run is resumed from."""
-
-    state: TrainState
-    record: Record
 
 
 class RunFolder:
@@ -148,7 +139,8 @@ class RunFolder:
         **Raises:** `UserError` if there is none, the run was trained on another corpus, or none of
         the steps in `config` is left to do.
         """
-        state, record = self._newest(skeleton)
+        checkpoint = self._newest(skeleton)
+        record = checkpoint.record
         step, steps = record.position.step, config.training.steps
         if corpus_sha256 != record.corpus_sha256:
             raise UserError(
@@ -168,9 +160,9 @@ class RunFolder:
                 f"This run was trained on {record.devices} and continues on {_devices(config)}: "
                 "from here, sums are added up in another order."
             )
-        return Checkpoint(state, record)
+        return checkpoint
 
-    def _newest(self, skeleton: TrainState) -> tuple[TrainState, Record]:
+    def _newest(self, skeleton: TrainState) -> Checkpoint:
         folder = self.path / "checkpoints"
         checkpoints = Checkpoints(folder)
         with contextlib.closing(checkpoints):
@@ -190,21 +182,21 @@ class RunFolder:
         with self._writing():
             for damaged in list_steps(folder):
                 if damaged > step:
-                    self._set_aside(folder / str(damaged))
+                    self._move_damaged(folder / str(damaged))
             for left in (*self.path.glob(".*.part"), self.path / "result.json"):
                 left.unlink(missing_ok=True)
             self._truncate_metrics(step)
             if load_config(self.path / "config.json") != config:
                 save_config(config, self.path / "config.json")
-        # It may be of a later step. Training then comes to that step again.
+        # The best weights may be newer than the checkpoint. Training then repeats that step.
         self.best = read_evaluated(self.path / "best.safetensors")
         if self.best is None and step >= config.training.eval_every:
             log("The best weights so far are lost: best.safetensors is missing or damaged.")
         self.last, self._saved = record.last, step
         self._start(config, record.corpus_sha256, seconds=record.seconds)
 
-    def _set_aside(self, checkpoint: Path) -> None:
-        """Move a damaged checkpoint, which Orbax would trip over, to `damaged/`."""
+    def _move_damaged(self, checkpoint: Path) -> None:
+        """Move a damaged checkpoint, on which Orbax fails, to `damaged/`."""
         target = self.path / "damaged" / checkpoint.name
         while target.exists():
             target = target.with_name(target.name + "-again")
@@ -222,7 +214,7 @@ class RunFolder:
         if kept != lines:
             write_atomically(path, b"".join(kept))
 
-    def log(self, progress: Progress, val_loss: float | None) -> None:
+    def log_metrics(self, progress: Progress, val_loss: float | None) -> None:
         """Add a line to `metrics.jsonl`."""
         if self._checkpoints is not None:
             self._checkpoints.check()
@@ -296,7 +288,7 @@ class RunFolder:
         return time.monotonic() - self._saved_at >= self._config.training.save_seconds
 
     @contextlib.contextmanager
-    def being_trained(self, tokenizer: Tokenizer) -> Iterator[None]:
+    def training_errors(self, tokenizer: Tokenizer) -> Iterator[None]:
         """Around the training loop: waits at its end until everything is saved, and adds to an
         error how to resume. A batch that made training diverge is saved as `nonfinite.json`."""
         try:

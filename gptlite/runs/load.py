@@ -10,7 +10,7 @@ import equinox as eqx
 import jax
 
 from gptlite.config import Config, UserError, Variant
-from gptlite.custom import load_custom, rename_custom
+from gptlite.custom import load_custom, resolve_custom
 from gptlite.files import read_json
 from gptlite.models.gpt import GPT, make_model
 from gptlite.progress import log
@@ -47,7 +47,7 @@ def load_run(
     path = Path(path)
     if not (path / "config.json").is_file():
         raise UserError(f"{path} is not a run: it has no config.json.")
-    config = rename_custom(load_config(path / "config.json"), custom)
+    config = resolve_custom(load_config(path / "config.json"), custom)
     load_custom(config.model)
     for changed in changed_sources(path, config.model):
         log(f"{changed} has changed since {path} began.")

@@ -10,8 +10,7 @@ class Stop:
     after the next dispatch; the second ends the process at once. Signals that were ignored
     (`nohup`) stay ignored. For the main thread only.
 
-    Python runs signal handlers between two of its own instructions, so after the compiled steps in
-    progress, which `fit` keeps short.
+    Python runs signal handlers between bytecodes, so a handler waits for the dispatch in progress.
     """
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ class Evaluated:
 
 def named_leaves(tree: PyTree) -> dict[str, Any]:
     """All arrays of `tree`, or shapes of arrays, each under its path in the tree, e.g.
-    `stack.blocks.attention.query.weight`."""
+    `stack.blocks.attention.heads.query.weight`."""
     return {
         path_name(path): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)

@@ -51,7 +51,7 @@ def text_corpus(text: str, name: str = "text") -> Corpus:
 
     **Raises:** `UserError` if it has fewer than two distinct characters.
     """
-    return _survey(name, lambda: iter([text]))
+    return _scan(name, lambda: iter([text]))
 
 
 def load_corpus(
@@ -77,14 +77,14 @@ def load_corpus(
             return load_corpus("pydoc")
     if name == "shakespeare":
         text = load_shakespeare(data_folder, download)
-        return _survey(name, lambda: iter([text]))
+        return _scan(name, lambda: iter([text]))
     if name == "pydoc":
         pieces = _pydoc
     elif name.startswith("hf:"):
         pieces = _hugging_face(name)
     else:
         pieces = _path(Path(name))
-    return _survey(name, pieces)
+    return _scan(name, pieces)
 
 
 def code_points(text: str) -> Integer[np.ndarray, " characters"]:
@@ -94,7 +94,7 @@ def code_points(text: str) -> Integer[np.ndarray, " characters"]:
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
 
 
-def _survey(name: str, pieces: Callable[[], Iterator[str]]) -> Corpus:
+def _scan(name: str, pieces: Callable[[], Iterator[str]]) -> Corpus:
     """**Raises:** `UserError` if there are fewer than two distinct characters."""
     checksum, characters = hashlib.sha256(), 0
     seen = np.zeros(sys.maxunicode + 1, bool)
@@ -170,7 +170,7 @@ def _path(path: Path) -> Callable[[], Iterator[str]]:
     require(bool(files), f"The folder {path} has no .txt file in it.")
     for file in files:
         require(
-            file.is_file(), f"The corpus {file} is not a regular file, which can be read twice."
+            file.is_file(), f"The corpus {file} is not a regular file, and the text is read twice."
         )
 
     def pieces() -> Iterator[str]:

@@ -44,8 +44,8 @@ def read_glove(
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"The vectors in {path} cannot be read: {error}.") from error
     if not found:
-        such = f", as {words[0]!r}" if words else ""
-        raise UserError(f"{path} has none of the {len(words):,} words{such}.")
+        example = f", as {words[0]!r}" if words else ""
+        raise UserError(f"{path} has none of the {len(words):,} words{example}.")
     known = np.array([word in found for word in words])
     all_found = np.stack(list(found.values()))
     drawn = np.random.default_rng(seed).normal(

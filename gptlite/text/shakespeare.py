@@ -74,5 +74,5 @@ def download_shakespeare(seconds: float, url: str = URL) -> bytes:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"it has not arrived within {seconds:g} seconds")
     except http.client.HTTPException as error:  # not an OSError
-        raise OSError(f"the answer is broken: {error!r}") from error
+        raise OSError(f"the HTTP response is invalid: {error!r}") from error
     return content

@@ -57,7 +57,7 @@ class Tokenizer(Protocol):
 
 
 def decode(tokenizer: Tokenizer, ids: Ids) -> str:
-    """The text of `ids`. Bytes that are no UTF-8 (a model may sample such) become U+FFFD."""
+    """The text of `ids`. Bytes that are no UTF-8 (which a model may generate) become U+FFFD."""
     return b"".join(tokenizer.token_bytes(int(i)) for i in ids).decode("utf-8", errors="replace")
 
 

@@ -50,10 +50,10 @@ def split_corpus(
     **Raises:** `UserError` if a character is not in the vocabulary or the file cannot be written.
     """
     if corpus.characters <= in_memory:
-        train, validation = (
-            np.concatenate([np.zeros(0, np.int32), *part])
-            for part in _encoded(corpus, tokenizer, validation_tokens)
-        )
+        parts = {True: [np.zeros(0, np.int32)], False: [np.zeros(0, np.int32)]}
+        for is_train, ids in _encoded(corpus, tokenizer, validation_tokens):
+            parts[is_train].append(ids)
+        train, validation = np.concatenate(parts[True]), np.concatenate(parts[False])
         return Split(train, validation, _bytes_of(validation, tokenizer))
     spec = [corpus.sha256, tokenizer.to_json(), validation_tokens]
     key = hashlib.sha256(json.dumps(spec).encode("ascii")).hexdigest()[:32]
@@ -75,25 +75,23 @@ def split_corpus(
 
 def _encoded(
     corpus: Corpus, tokenizer: Tokenizer, validation_tokens: int
-) -> tuple[Iterator[Ids], Iterator[Ids]]:
-    """The ids of the two parts, in pieces. The first must be read to its end before the second.
+) -> Iterator[tuple[bool, Ids]]:
+    """The ids in pieces: first those for training, with True, then those for validation.
 
-    **Raises:** `UserError`, at their end, if the text has changed since it was surveyed.
+    **Raises:** `UserError`, at the end, if the text has changed since it was loaded.
     """
     cut = int(0.9 * corpus.characters)
     pieces = _split_at(cut, _checked(corpus))
-
-    def validation() -> Iterator[Ids]:
-        left = validation_tokens
-        for ids in encode_pieces(tokenizer, pieces):
-            yield ids[:left]
-            left -= len(ids)
-            if left <= 0:
-                break
-        for _ in pieces:  # to the end, for the checksum
-            pass
-
-    return encode_pieces(tokenizer, _take(cut, pieces)), validation()
+    for ids in encode_pieces(tokenizer, _take(cut, pieces)):
+        yield True, ids
+    left = validation_tokens
+    for ids in encode_pieces(tokenizer, pieces):
+        yield False, ids[:left]
+        left -= len(ids)
+        if left <= 0:
+            break
+    for _ in pieces:  # to the end, for the checksum
+        pass
 
 
 def encode_pieces(tokenizer: Tokenizer, pieces: Iterator[str]) -> Iterator[Ids]:
@@ -129,7 +127,7 @@ def _split_at(cut: int, pieces: Iterator[str]) -> Iterator[str]:
 
 
 def _take(characters: int, pieces: Iterator[str]) -> Iterator[str]:
-    """The first pieces, with so many characters in total."""
+    """The first pieces, `characters` characters in total."""
     while characters > 0 and (piece := next(pieces, None)) is not None:
         characters -= len(piece)
         yield piece
@@ -138,15 +136,12 @@ def _take(characters: int, pieces: Iterator[str]) -> Iterator[str]:
 def _write(
     path: Path, meta: Path, corpus: Corpus, tokenizer: Tokenizer, validation_tokens: int
 ) -> None:
-    dtype, part, counts = _dtype(tokenizer), path.with_suffix(".part"), []
+    dtype, part, counts = _dtype(tokenizer), path.with_suffix(".part"), [0, 0]
     try:
         with part.open("wb") as file:
-            for ids_of_part in _encoded(corpus, tokenizer, validation_tokens):
-                count = 0
-                for ids in ids_of_part:
-                    file.write(ids.astype(dtype).tobytes())
-                    count += len(ids)
-                counts.append(count)
+            for is_train, ids in _encoded(corpus, tokenizer, validation_tokens):
+                file.write(ids.astype(dtype).tobytes())
+                counts[0 if is_train else 1] += len(ids)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
@@ -166,7 +161,7 @@ def _mapped(path: Path, meta: Path, tokenizer: Tokenizer) -> Split | None:
     # Random access: disable read-ahead.
     if hasattr(mmap, "MADV_RANDOM"):
         ids._mmap.madvise(mmap.MADV_RANDOM)  # pyright: ignore[reportAttributeAccessIssue]
-    held_out = np.array(ids[train:])
+    held_out = np.array(ids[train:], np.int32)
     return Split(ids[:train], held_out, _bytes_of(held_out, tokenizer))
 
 

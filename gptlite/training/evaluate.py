@@ -52,7 +52,7 @@ class Evaluation:
             summed = np.asarray(_summed_loss(model, self._batches, self._by_seed), np.float64)
         return np.asarray(summed / self._targets)
 
-    def checked(self, progress: Progress) -> float:
+    def evaluate_or_raise(self, progress: Progress) -> float:
         """Nats a token of the model in `progress`.
 
         **Raises:** `DivergenceError` if the loss is not finite.
@@ -76,10 +76,9 @@ def _summed_loss(
     model: GPT, batches: Int[Array, "batches rows seq_and_next"], by_seed: bool
 ) -> Float[Array, "*seeds"]:
     """The sum of the losses in `batches`, in nats. Targets of -1 are padding and do not count."""
-    arrays, static = eqx.partition(model, eqx.is_array)
 
-    def summed(arrays):
-        model = eqx.combine(arrays, static).unstacked()
+    def summed(model):
+        model = model.unstacked()
 
         def batch_loss(windows):
             losses, _ = window_losses(model, jnp.maximum(windows, 0))
@@ -87,4 +86,4 @@ def _summed_loss(
 
         return jnp.sum(lax.map(batch_loss, batches))
 
-    return jax.vmap(summed)(arrays) if by_seed else summed(arrays)
+    return eqx.filter_vmap(summed)(model) if by_seed else summed(model)

@@ -1,6 +1,7 @@
 """The training loop: dispatches of several steps, one after the other."""
 
 import concurrent.futures
+import contextlib
 import math
 import operator
 import time
@@ -76,13 +77,13 @@ class DivergenceError(UserError):
     """A loss or gradient is not finite."""
 
     def __init__(self, report: dict[str, Any], batch: PyTree | None):
-        """`report`: `step`, `loss`, `grad_norm`, `learning_rate`. `batch`: the batch that caused
-        it, if known."""
+        """`report`: `step`, `learning_rate`, and the values that are not finite. `batch`: the batch
+        that caused it, if known."""
         self.report, self.batch = report, batch
         what = ", ".join(f"{name} {value:g}" for name, value in report.items() if name != "step")
         skip = "; or, if only a few batches are to blame, --training.on-nonfinite skip"
         super().__init__(
-            f"Training has diverged at step {report['step']}: {what}. Try a lower "
+            f"Training has diverged at step {report['step']}: {what}. Train again with a lower "
             f"--optimizer.learning-rate, or --optimizer.clip-norm 1{'' if batch is None else skip}."
         )
 
@@ -130,44 +131,40 @@ def fit(
     def loop(state: TrainState) -> Iterator[Progress]:
         losses, per_dispatch = list(start.losses), 1
         step, skipped, step_seconds = start.step, start.skipped, start.step_seconds
-        while step < training.steps:
-            line_end = _line_end(step, training)
-            count = min(per_dispatch, line_end - step)
-            batches = read(step, count)
-            began = time.perf_counter()
-            state, metrics = train_steps(state, batches, count)
-            metrics = jax.tree.map(lambda x, n=count: np.asarray(x)[..., :n], metrics)
-            seconds = time.perf_counter() - began
-            per_dispatch = max(1, min(capacity, int(SECONDS_PER_DISPATCH * count / seconds)))
-            step_seconds += seconds
-            if stops and not metrics.finite.all():
-                raise _diverged(metrics, step, skipped, batches, train_steps)
-            losses += metrics.loss[metrics.finite].tolist()
-            skipped += int((~metrics.finite).sum())
-            step += count
-            log_due = step == line_end
-            norm = float(metrics.grad_norm[..., -1].mean())
-            yield Progress(
-                state=state,
-                position=Position(step, () if log_due else tuple(losses), skipped, step_seconds),
-                train_loss=float(np.mean(losses)) if losses else None,
-                grad_norm=norm if math.isfinite(norm) else None,
-                # The schedule counts updates.
-                learning_rate=train_steps.learning_rate(max(0, step - skipped - 1)),
-                steps_per_second=count / seconds,
-                log_due=log_due,
-                evaluation_due=step % training.eval_every == 0 or step == training.steps,
-            )
-            if log_due:
-                losses = []
+        with contextlib.closing(read):
+            while step < training.steps:
+                next_log_step = _next_log_step(step, training)
+                count = min(per_dispatch, next_log_step - step)
+                batches = read(step, count)
+                began = time.perf_counter()
+                state, metrics = train_steps(state, batches, count)
+                metrics = jax.tree.map(lambda x, n=count: np.asarray(x)[..., :n], metrics)
+                seconds = time.perf_counter() - began
+                per_dispatch = max(1, min(capacity, int(SECONDS_PER_DISPATCH * count / seconds)))
+                step_seconds += seconds
+                if stops and not metrics.finite.all():
+                    raise _diverged(metrics, step, skipped, batches, train_steps)
+                losses += metrics.loss[metrics.finite].tolist()
+                skipped += int((~metrics.finite).sum())
+                step += count
+                log_due = step == next_log_step
+                pending = () if log_due else tuple(losses)
+                norm = float(metrics.grad_norm[..., -1].mean())
+                yield Progress(
+                    state=state,
+                    position=Position(step, pending, skipped, step_seconds),
+                    train_loss=float(np.mean(losses)) if losses else None,
+                    grad_norm=norm if math.isfinite(norm) else None,
+                    # The schedule counts updates.
+                    learning_rate=train_steps.learning_rate(max(0, step - skipped - 1)),
+                    steps_per_second=count / seconds,
+                    log_due=log_due,
+                    evaluation_due=step % training.eval_every == 0 or step == training.steps,
+                )
+                if log_due:
+                    losses = []
 
-    def closing(progress: Iterator[Progress]) -> Iterator[Progress]:
-        try:
-            yield from progress
-        finally:
-            read.close()
-
-    return closing(loop(state))
+    return loop(state)
 
 
 def _diverged(
@@ -184,9 +181,8 @@ def _diverged(
     return DivergenceError(report, jax.tree.map(operator.itemgetter(bad), batches))
 
 
-def _line_end(step: int, training: TrainingConfig) -> int:
-    """The step at which the line of metrics ends that begins at or before `step`. It does not
-    depend on where a run was stopped and resumed."""
+def _next_log_step(step: int, training: TrainingConfig) -> int:
+    """The first step after `step` with a line of metrics, wherever the run was resumed."""
     since_evaluation = step % training.eval_every
     lines = since_evaluation // training.steps_per_dispatch + 1
     end = step - since_evaluation + min(lines * training.steps_per_dispatch, training.eval_every)

@@ -11,7 +11,7 @@ import optax
 from jaxtyping import Array, Float
 
 from gptlite.nn.product import product
-from gptlite.sharding import shared_out
+from gptlite.sharding import map_over_devices
 
 # a, b, c of x -> a x + (b x xᵀ + c (x xᵀ)²) x. Not the coefficients of a series: chosen for a
 # steep slope at 0, they bring singular values to between 0.7 and 1.2 in five steps.
@@ -48,7 +48,7 @@ def scale_by_orthogonalization() -> optax.GradientTransformation:
             by_shape[tuple(sorted(leaf.shape[1:]))].append(place)
         for (m, n), places in by_shape.items():
             batch = jnp.concatenate([_wide(leaves[place]) for place in places])
-            done = shared_out(orthogonalize, batch).astype(batch.dtype) * math.sqrt(n / m)
+            done = map_over_devices(orthogonalize, batch).astype(batch.dtype) * math.sqrt(n / m)
             ends = list(itertools.accumulate(len(leaves[place]) for place in places))
             for place, part in zip(places, jnp.split(done, ends[:-1]), strict=True):
                 tall = leaves[place].shape[1] > leaves[place].shape[2]

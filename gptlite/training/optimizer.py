@@ -43,9 +43,9 @@ def make_schedule(config: OptimizerConfig, steps: int) -> Callable[[ArrayLike], 
     return lambda step: jnp.asarray(after(step), jnp.float32)
 
 
-def _inverse_sqrt(peak: int, step: ArrayLike) -> Array:
-    """1 at step 0, after `peak` steps of warm-up; then falls with the root of the steps."""
-    return jnp.sqrt(peak / (peak + jnp.asarray(step)))
+def _inverse_sqrt(warmup_steps: int, step: ArrayLike) -> Array:
+    """1 at step 0, after `warmup_steps`; then falls with the root of the steps."""
+    return jnp.sqrt(warmup_steps / (warmup_steps + jnp.asarray(step)))
 
 
 def make_optimizer(

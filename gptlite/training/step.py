@@ -16,7 +16,7 @@ from gptlite.config import OptimizerConfig, TrainingConfig, UserError
 from gptlite.sharding import (
     check_rows,
     constrain,
-    keep_placed,
+    constrain_parameters,
     place,
     place_batches,
     place_seeds,
@@ -73,8 +73,7 @@ class TrainSteps:
     ):
         """**Arguments:**
 
-        - `model`: a model like those that will be trained, or `eqx.filter_eval_shape` of one, with
-          a `config`, a `ModelConfig`.
+        - `model`: a model like those that will be trained, or `eqx.filter_eval_shape` of one.
         - `losses(model, batch, label_smoothing=, key=)`: losses in nats, of any shape. Their mean
           over the whole batch is minimised. It does not depend on the number of devices and parts.
           For mixtures of experts, a pair: the losses, and the auxiliary loss, which is added to the
@@ -94,7 +93,6 @@ class TrainSteps:
         self._optimizer = make_optimizer(optimizer, training.steps, params)
         self._schedule = make_schedule(optimizer, training.steps)
         self._peak = optimizer.learning_rate
-        alone = seeds is None
         self.seeds = None if seeds is None else len(seeds)
         self.vocab_size: int | None = None
         """Of a model that is trained on windows of ids: ids must be below it."""
@@ -102,21 +100,14 @@ class TrainSteps:
             self.vocab_size = getattr(model, "vocab_size", None)
         # Seeds are arguments of the program, so that a new one compiles nothing.
         self._seeds = np.asarray(training.seed if seeds is None else seeds, np.int32)
-        if not alone:
+        steps = self._steps
+        if seeds is not None:
             self._seeds = place_seeds(jnp.asarray(self._seeds), mesh)
+            steps = eqx.filter_vmap(steps, in_axes=(eqx.if_array(0), 1, None, 0))
 
         @eqx.filter_jit(donate="all-except-first")
         def run(data: tuple, state: TrainState) -> tuple[TrainState, StepMetrics]:
-            arrays, static = eqx.partition(state, eqx.is_array)
-
-            def steps(arrays, batches, count, seed):
-                state, metrics = self._steps(eqx.combine(arrays, static), batches, count, seed)
-                return eqx.filter(state, eqx.is_array), metrics
-
-            if not alone:
-                steps = jax.vmap(steps, in_axes=(0, 1, None, 0))
-            arrays, metrics = steps(arrays, *data)
-            return eqx.combine(arrays, static), metrics
+            return steps(state, *data)
 
         self._run = run
 
@@ -124,7 +115,7 @@ class TrainSteps:
         """The state before the first step, of a copy of `model` (or of models, stacked)."""
         # A copy, because the update reuses the memory of its state, and the model is the caller's.
         model = jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, model)
-        init, put = lambda params: keep_placed(self._optimizer.init(params)), place
+        init, put = lambda params: constrain_parameters(self._optimizer.init(params)), place
         if self._seeds.ndim:
             init, put = eqx.filter_vmap(self._optimizer.init), place_seeds
         model = put(model, self.mesh)
@@ -170,22 +161,22 @@ class TrainSteps:
             batch = jax.tree.map(lambda batch: batch[i], batches)
             state, new = self._step(eqx.combine(arrays, static), batch, seed)
             metrics = jax.tree.map(lambda seen, now: seen.at[i].set(now), metrics, new)
-            return eqx.filter(keep_placed(state), eqx.is_array), metrics
+            return eqx.filter(constrain_parameters(state), eqx.is_array), metrics
 
         blank = jnp.zeros(len(jax.tree.leaves(batches)[0]))
         metrics = StepMetrics(blank, blank, blank == 0)
         arrays, metrics = lax.fori_loop(0, count, body, (arrays, metrics))
-        return keep_placed(eqx.combine(arrays, static)), metrics
+        return constrain_parameters(eqx.combine(arrays, static)), metrics
 
     def _step(
         self, state: TrainState, batch: PyTree[Shaped[Array, "batch ..."]], seed: Int[Array, ""]
     ) -> tuple[TrainState, StepMetrics]:
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         loss, grads = self.loss_and_grads(state.model, batch, key)
-        grads = keep_placed(grads)
+        grads = constrain_parameters(grads)
         params = eqx.filter(state.model, self._trainable)
         updates, optimizer_state = self._optimizer.update(grads, state.optimizer_state, params)
-        model = eqx.apply_updates(state.model, keep_placed(updates))
+        model = eqx.apply_updates(state.model, constrain_parameters(updates))
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         if self.training.on_nonfinite == "skip":
@@ -241,13 +232,7 @@ class TrainSteps:
         `counted` losses count."""
         config = self.training
         model = cast(model, jnp.dtype(config.compute_dtype))
-        has_dropout = max(model.config.dropout, model.config.attention_dropout) > 0
-        found = self._losses(
-            model,
-            batch,
-            label_smoothing=config.label_smoothing,
-            key=key if has_dropout else None,
-        )
+        found = self._losses(model, batch, label_smoothing=config.label_smoothing, key=key)
         if not isinstance(found, tuple):
             experts = jax.tree.leaves(model, is_leaf=lambda node: hasattr(node, "aux_loss"))
             if any(hasattr(node, "aux_loss") for node in experts):

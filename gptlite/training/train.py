@@ -34,14 +34,13 @@ def train(
 
     **Arguments:**
 
-    - `model`: with a `config`, a `ModelConfig`, which says if there is dropout.
     - `losses(model, batch, label_smoothing=, key=)`, `counts(batch)`, `trainable`: see
       `TrainSteps`.
     - `batch(step)`: NumPy arrays, in any pytree, that begin with an axis of `training.batch_size`.
       Training can be repeated only if the same step always gets the same batch. Called on a
       thread.
     - `evaluate(model)`: called every `training.eval_every` steps and at the end. What it returns is
-      printed. The model that it is given lives until it returns.
+      printed. The model is valid only during the call.
 
     **Raises:** `UserError` if the devices cannot share a batch, the optimizer does not fit the
     model, or a batch has the wrong size or shapes; `DivergenceError` at a loss or gradient that is

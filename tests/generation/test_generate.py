@@ -42,14 +42,14 @@ def test_greedy_generation_is_the_uncached_argmax(variant, prompt):
 
 def test_cached_logits_are_the_uncached_ones_with_the_layers_apart():
     ids = jax.random.randint(jax.random.key(1), (2, C), 0, VOCAB)
-    whole = forward(tiny_model(), ids)
+    whole = forward(tiny_model(n_layers=1), ids)
 
     @eqx.filter_jit
     def extend(model, ids, cache):
         hidden, cache = model.extend(ids, cache)
         return model.logits(hidden), cache
 
-    model = tiny_model().unstacked()
+    model = tiny_model(n_layers=1).unstacked()
     for leading in [(2,), (), (1, 2)]:
         texts = ids.reshape(-1, C)[0] if leading == () else ids.reshape(*leading, C)
         wanted = whole[0] if leading == () else whole.reshape(*leading, C, -1)
@@ -97,7 +97,7 @@ def test_a_prompt_read_in_more_room_than_it_takes_changes_nothing(monkeypatch):
         prompt = jax.random.randint(jax.random.key(length), (1, length), 0, VOCAB)
         whole = generate(model, prompt, 2 * C, keys=keys)
         with monkeypatch.context() as patch:
-            patch.setattr("gptlite.generation.generate.SHORTEST_READ", 2)
+            patch.setattr("gptlite.generation.generate.MIN_PREFILL", 2)
             np.testing.assert_array_equal(generate(model, prompt, 2 * C, keys=keys), whole)
 
 

@@ -164,3 +164,10 @@ def test_the_default_width_of_the_mlp():
     assert ModelConfig(d_model=128).d_hidden == 512
     assert ModelConfig(d_model=128, mlp="swiglu").d_hidden == 344
     assert ModelConfig(d_model=128, d_ff=100).d_hidden == 100
+
+
+def test_relative_positions_need_distances_beyond_their_near_buckets():
+    """Or the growth of the other buckets is a division by zero."""
+    assert tiny_model(positions="relative:buckets=8:max_distance=5").config.positions
+    with pytest.raises(UserError, match=r"max_distance in .* must be above 4, for 8"):
+        tiny_model(positions="relative:buckets=8:max_distance=4")

@@ -277,7 +277,7 @@ def test_cross_attention_is_attention_to_what_was_read():
 
 def test_relative_bias_both_ways_has_half_of_the_buckets_for_each():
     """Raffel et al.'s relative_position_bucket(bidirectional=True), in Python."""
-    module = RelativeBias(2, both_ways=True, key=jax.random.key(0))
+    module = RelativeBias(2, bidirectional=True, key=jax.random.key(0))
 
     def bucket(back):
         if abs(back) < 8:

@@ -32,7 +32,7 @@ ATTENTION = {
     "rotary": Attention(heads(bias=True), Rotary()),
     "grouped": Attention(heads(n_kv_heads=2), Rotary()),
     "relative-sliding": Attention(
-        heads(), score_bias=RelativeBias(4, buckets=4, farthest=6, key=KEY), window=3
+        heads(), score_bias=RelativeBias(4, buckets=4, max_distance=6, key=KEY), window=3
     ),
 }
 LAYERS = {

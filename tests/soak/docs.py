@@ -1,4 +1,4 @@
-"""Run every command and every Python block in the README and in docs/, made small.
+"""Run every command and every Python block in the README and in docs/, with small sizes.
 
     python tests/soak/docs.py
 
@@ -25,7 +25,8 @@ SMALL = (
     "--training.eval-every 10 --training.sample-tokens 0"
 )
 TRAIN = f"{SMALL} --data.corpus text.txt"
-# What is appended to a command that begins so. None: .ci/run types it as it stands.
+# What is appended to a command that begins so; the first match applies. None: not run here, because
+# it is an installation, or .ci/run types it as it stands.
 RULES: dict[str, str | None] = {
     "pip install -e . && python train.py": TRAIN,
     'pip install -e ".[test]" && pytest': None,
@@ -35,7 +36,11 @@ RULES: dict[str, str | None] = {
     "python train.py --resume": "--training.steps 30",
     "python train.py m --summary": "--data.corpus text.txt",
     "python train.py --data.corpus": SMALL,
-    "python train.py gpt2": f"{TRAIN} --data.tokenizer byte",
+    # The preset's own batch, and a sample.
+    "python train.py gpt2": (
+        "--model.n-layers 1 --model.n-heads 2 --model.d-model 16 --model.context-length 16 "
+        "--training.steps 3 --data.corpus text.txt --data.tokenizer byte"
+    ),
     "python train.py": TRAIN,
     "python sample.py": "--max-new-tokens 5",
     "echo -n": "",
@@ -96,8 +101,7 @@ def shrink(command: str) -> str | None:
         command = f"{command.removesuffix('--seeds 0').strip()} --seeds 0 -- {options}".strip()
     # An option is given once.
     for option in re.findall(r"--[\w.-]+", more):
-        if option != "--":
-            command = re.sub(rf"{re.escape(option)} \S+ ?", "", command)
+        command = re.sub(rf"{re.escape(option)} \S+ ?", "", command)
     if command.startswith("echo"):
         command = command.replace("100", "5")
     return f"{command} {more}".strip()

@@ -139,7 +139,7 @@ def test_the_download_is_the_file():
         (silent, 0.1, "timed out"),
         (trickling, 0.3, r"not arrived within 0\.3 seconds"),
         (missing, 60, "404"),
-        (broken, 60, "the answer is broken"),
+        (broken, 60, "the HTTP response is invalid"),
     ],
 )
 def test_a_failed_download_says_why_in_one_line(answer, seconds, words):

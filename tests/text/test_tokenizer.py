@@ -111,4 +111,5 @@ def test_char_on_shakespeare_is_nanogpts(shakespeare):
     tokenizer = make_tokenizer("char", shakespeare)
     assert tokenizer.vocab_size == 65
     assert tokenizer.encode("\n !").tolist() == [0, 1, 2]
-    assert decode(tokenizer, tokenizer.encode(shakespeare)) == shakespeare
+    text = shakespeare[:100_000]
+    assert decode(tokenizer, tokenizer.encode(text)) == text

@@ -61,6 +61,7 @@ def test_a_file_of_ids_holds_what_memory_would(length, tokens, tmp_path_factory)
     for one in (split, again):
         np.testing.assert_array_equal(one.train, whole.train)
         np.testing.assert_array_equal(one.validation, whole.validation)
+        assert one.validation.dtype == np.int32  # as `generate` takes it
         assert one.validation_bytes == whole.validation_bytes
 
 

@@ -26,6 +26,7 @@ TOKENIZER = make_tokenizer("char", TEXT)
 SPLIT = split_corpus(text_corpus(TEXT), TOKENIZER)
 CONFIG = Config(
     model=dataclasses.replace(TINY, n_layers=1),
+    optimizer=OptimizerConfig(name="adamw", learning_rate=0.01),  # Muon takes longer to compile
     training=TrainingConfig(
         steps=45, batch_size=8, steps_per_dispatch=10, eval_every=25, compute_dtype="float32"
     ),
@@ -57,7 +58,7 @@ def run(config: Config, split=SPLIT, model: GPT | None = None):
     evaluate = Evaluation(split.validation, config.model.context_length, train_steps.mesh)
     lines, arrays = [], []
     for progress in fit(train_steps.init(model), train_steps, batches_of(config, split)):
-        val_loss = evaluate.checked(progress) if progress.evaluation_due else None
+        val_loss = evaluate.evaluate_or_raise(progress) if progress.evaluation_due else None
         if progress.log_due:
             lines.append(line_of(progress, val_loss))
         arrays = arrays_of(progress.state)
