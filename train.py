@@ -4,7 +4,6 @@ Text, tokens, model, training, and the run folder.
 """
 
 import dataclasses
-import math
 import shlex
 import sys
 import time
@@ -36,7 +35,7 @@ def train(arguments: TrainArguments) -> None:
     from gptlite.runs.folder import RunFolder
     from gptlite.runs.load import load_tokenizer
     from gptlite.runs.stop import Stop
-    from gptlite.runtime import set_up_jax
+    from gptlite.runtime import cpu_devices, set_up_jax
     from gptlite.sharding import constrain_parameters, make_mesh, skeleton
     from gptlite.text.batches import Batches
     from gptlite.text.corpus import load_corpus
@@ -56,9 +55,7 @@ def train(arguments: TrainArguments) -> None:
         if not arguments.summary:
             check_free(path, overwrite=arguments.overwrite)
 
-    # No more devices than can share a batch evenly.
-    rows, tensor = training.batch_size // training.accumulation, mesh_config.tensor
-    set_up_jax(tensor * math.gcd(max(1, training.cpu_devices // tensor), rows))
+    set_up_jax(cpu_devices(training, mesh_config))
 
     setting_up = time.perf_counter() - start
     with RunFolder(path) as run:
@@ -92,7 +89,7 @@ def train(arguments: TrainArguments) -> None:
             lambda key: constrain_parameters(make_model(config.model, tokenizer, key=key)),
             compiler_options={"xla_backend_optimization_level": 0},
         )
-        mesh = make_mesh(fsdp=mesh_config.fsdp, tensor=tensor)
+        mesh = make_mesh(fsdp=mesh_config.fsdp, tensor=mesh_config.tensor)
         with jax.set_mesh(mesh):
             model = draw(model_key)
         parameters = count_parameters(model)

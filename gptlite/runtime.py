@@ -1,8 +1,18 @@
 """How the scripts configure JAX."""
 
+import math
 import os
 import warnings
 from pathlib import Path
+
+from gptlite.config import MeshConfig, TrainingConfig
+
+
+def cpu_devices(training: TrainingConfig, mesh: MeshConfig) -> int:
+    """The devices to make of a CPU: `training.cpu_devices`, or fewer if those could not share a
+    batch evenly."""
+    rows = training.batch_size // training.accumulation
+    return mesh.tensor * math.gcd(max(1, training.cpu_devices // mesh.tensor), rows)
 
 
 def set_up_jax(cpu_devices: int = 1) -> None:

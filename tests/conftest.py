@@ -51,6 +51,20 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The slowest files first, so that both processes end at the same time."""
+    slow = (
+        "test_sharding",
+        "test_seq2seq",
+        "test_folder",
+        "test_resume",
+        "test_gpt",
+        "test_scripts",
+    )
+    place = {name: i for i, name in enumerate(slow)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(slow)))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def programs_are_let_go():
     """A module's compiled programs, at its end. Each takes several of the memory mappings that
@@ -92,36 +106,30 @@ GPT2 = {
 VARIANTS = {
     "default": {},
     "gpt2-values": GPT2 | {"attention": "full:value_residual=true"},
-    "sinusoidal-post": {
+    "sinusoidal-post-grouped-scan": {
         "positions": "sinusoidal",
         "block": "post",
         "norm": "layer",
         "bias": True,
         "mlp": "swiglu",
-    },
-    "alibi-grouped-scan": {
-        "positions": "alibi",
-        "n_heads": 4,
-        "n_kv_heads": 2,
-        "qk_norm": False,
-        "mlp": "silu",
+        "n_kv_heads": 1,
         "logit_cap": 3.0,
         "stack": "scan",
     },
-    "relative-sliding-parallel": {
-        "positions": "relative",
+    "alibi-sliding-parallel": {
+        "positions": "alibi",
         "attention": "sliding:window=5",
         "block": "parallel",
         "mlp": "geglu",
+        "qk_norm": False,
         "tied_head": True,
     },
-    "experts-sandwich-scan": {
-        "mlp": "moe",
+    "relative-experts-sandwich-scan": {
+        "positions": "relative",
+        "attention": "full:value_residual=true",
         "block": "sandwich",
         "norm": "dyt",
-        "positions": "none",
-        "n_kv_heads": 1,
-        "attention": "full:value_residual=true",
+        "mlp": "moe",
         "stack": "scan",
     },
 }

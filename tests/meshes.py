@@ -33,7 +33,6 @@ MODELS = {
         "attention_dropout": 0.1,
         "attention": "full:value_residual=true",
         "mlp": "swiglu",
-        "stack": "scan",
     },
     "experts": {
         "mlp": "moe:balance_loss=1.0",
@@ -41,6 +40,8 @@ MODELS = {
         "block": "sandwich",
         "positions": "relative",
         "n_kv_heads": 4,
+        "embed_previous": 1,
+        "stack": "scan",
     },
     "translation": {"dropout": 0.0, "mlp": "moe:balance_loss=1.0"},
 }
@@ -138,7 +139,7 @@ def main() -> None:
     assert jax.device_count() == 8
     found: dict[str, list[float]] = {}
     cases: list[tuple[str, Literal["adamw", "muon"], int, list[tuple[int, int, int]]]] = [
-        ("gpt2", "adamw", 100, [*MESHES, (2, 1, 1)]),
+        ("gpt2", "adamw", 100, MESHES),
         ("gpt2", "muon", STEPS, MESHES[:2]),
         ("experts", "adamw", STEPS, MESHES[:2]),
         ("translation", "adamw", STEPS, MESHES[:2]),

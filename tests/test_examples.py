@@ -12,14 +12,14 @@ from conftest import ROOT, TEXT, VOCAB, run_script, tiny_model
 from gptlite.custom import load_class
 from gptlite.generation.generate import generate
 from gptlite.research.check_block import check_block
-from gptlite.research.checks import CHECKS
 
 RECURRENT = f"{ROOT / 'examples' / 'gated_linear_attention.py'}:GatedLinearAttention"
 
 
-def test_a_recurrent_state_passes_all_checks_and_serves_prompts_of_different_lengths():
+def test_a_recurrent_state_passes_checks_and_serves_prompts_of_different_lengths():
     block = load_class(RECURRENT)
-    assert set(check_block(block).checks) == set(CHECKS) - {"both ways"}
+    checks = ["causal", "cached", "padding", "gradients", "scan"]
+    assert list(check_block(block, checks=checks).checks) == checks
     model = tiny_model(attention=block)
     prompts = jax.random.randint(jax.random.key(0), (3, 9), 0, VOCAB)
     lengths, keys = np.array([9, 1, 5]), jax.random.split(jax.random.key(1), 3)

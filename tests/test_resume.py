@@ -99,8 +99,7 @@ def test_a_run_is_extended_from_elsewhere_with_the_same_text(place, tmp_path):
     assert json.loads((path / "result.json").read_text())["steps"] == 160
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_saves_and_says_how_to_go_on(number, code, tmp_path):
+def test_a_signal_saves_and_says_how_to_resume(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     words = [*settings(100_000), "--training.save-seconds", "1000", "--run", "one"]
     process = start([*words, "--training.eval-every", "100000"], tmp_path)
@@ -110,16 +109,14 @@ def test_a_signal_saves_and_says_how_to_go_on(number, code, tmp_path):
             break
     while not list(tmp_path.glob("runs/one/metrics.jsonl")):
         assert process.poll() is None
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     said = process.stdout.read()
-    assert process.wait() == code
+    assert process.wait() == 130
     assert "Traceback" not in said
     assert "python train.py --resume runs/one" in said
     (step,) = list_steps(tmp_path / "runs" / "one" / "checkpoints")
     assert f"stopped at step {step} of 100000" in said
     assert (tmp_path / "runs" / "one" / "last.safetensors").exists()
-    if number == signal.SIGTERM:
-        return
     # And what it said works.
     words = ["--resume", "runs/one", "--training.steps", str(step + 3)]
     done = run_script("train.py", *words, folder=tmp_path)
@@ -146,8 +143,6 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(place, tmp_path):
     assert command.strip() == "python train.py --resume runs/one"
     kept = tmp_path / "runs" / "one" / "checkpoints" / "150"
     assert all(p.read_bytes() == before[p] for p in kept.rglob("*") if p.is_file())
-    words = ["--resume", "one", "--training.steps", "154"]
-    assert run_script("train.py", *words, folder=tmp_path).code == 0
 
 
 def test_a_loss_that_is_not_finite_saves_the_batch_and_keeps_the_last_good_checkpoint(

@@ -59,20 +59,6 @@ def place(tmp_path_factory) -> Path:
     return path
 
 
-def test_a_batch_of_one_window_trains_on_one_device(tmp_path, monkeypatch):
-    (tmp_path / "rhyme.txt").write_text(TEXT, encoding="utf-8")
-    words = [*TINY, "--training.batch-size", "1", "--training.steps", "2", "--run", "one"]
-    monkeypatch.delenv("JAX_NUM_CPU_DEVICES")
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), "--data.corpus", "rhyme.txt", *words],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "on 1 cpu device(s)" in done.stdout
-
-
 def test_parameters_are_spread_over_devices_and_a_run_goes_on_with_another_mesh(place):
     words = ["--data.corpus", "rhyme.txt", "--run", "spread", "--mesh.fsdp", "2"]
     done = run_script("train.py", "quick", *words, *TINY, folder=place)

@@ -59,10 +59,8 @@ def test_a_mesh_changes_little_with_muon(found):
     check_equal(found, f"gpt2 muon {MIXED}", "gpt2 muon (1, 1, 1)", 20, rtol=1e-3)
 
 
-@pytest.mark.parametrize("devices", [2, 8])
-def test_dropout_does_not_depend_on_the_number_of_devices(found, devices):
-    case = f"gpt2 adamw ({devices}, 1, 1)"
-    check_equal(found, case, "gpt2 adamw (1, 1, 1)", 100, rtol=1e-4)
+def test_dropout_does_not_depend_on_the_number_of_devices(found):
+    check_equal(found, "gpt2 adamw (8, 1, 1)", "gpt2 adamw (1, 1, 1)", 100, rtol=1e-4)
 
 
 def test_padding_and_the_balance_loss_do_not_depend_on_parts_or_devices(found):
@@ -117,7 +115,7 @@ def test_weights_of_a_spread_model_are_whole():
     ids = jnp.zeros((2, 3), jnp.int32)
     # On all of its devices, though all of them hold its vectors.
     logits = eqx.filter_jit(local(spread))(ids)
-    np.testing.assert_allclose(logits, model(ids), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(logits, eqx.filter_jit(model)(ids), rtol=1e-4, atol=1e-4)
     everywhere = local(place(model, make_mesh()))
     assert len(everywhere.embedding.weight.devices()) == 1
 

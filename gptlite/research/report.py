@@ -3,14 +3,14 @@
 import math
 from collections.abc import Sequence
 
-import pandas as pd
-
 from gptlite.research.comparison import Result, verdicts
 from gptlite.research.statistics import Estimate, estimate
 
 
 def table(results: Sequence[Result]) -> str:
     """The table as text."""
+    import pandas as pd  # takes a second
+
     judged = verdicts(results)
     rows = [
         {
@@ -45,6 +45,8 @@ def table(results: Sequence[Result]) -> str:
 
 def to_csv(results: Sequence[Result]) -> str:
     """The table as CSV, with each seed's loss."""
+    import pandas as pd
+
     judged = verdicts(results)
     rows = []
     for result in results:

@@ -1,6 +1,10 @@
 """Every part of the package, alone, in all checks that apply to it. (Whole models: see
 test_gpt.py.)"""
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import pytest
 
@@ -29,29 +33,30 @@ def heads(**options):
 
 
 ATTENTION = {
-    "rotary": Attention(heads(bias=True), Rotary()),
-    "grouped": Attention(heads(n_kv_heads=2), Rotary()),
-    "relative-sliding": Attention(
+    "rotary": lambda: Attention(heads(bias=True), Rotary()),
+    "grouped": lambda: Attention(heads(n_kv_heads=2), Rotary()),
+    "relative-sliding": lambda: Attention(
         heads(), score_bias=RelativeBias(4, buckets=4, max_distance=6, key=KEY), window=3
     ),
 }
-LAYERS = {
+STD = {"std": 0.3, "down_std": 0.0, "key": KEY}
+LAYERS: dict[str, Callable[[], Any]] = {
     **{
-        name: MLP(D, 24, activation=act, std=0.3, down_std=0.0, bias=True, key=KEY)
+        name: functools.partial(MLP, D, 24, activation=act, bias=True, **STD)
         for name, act in ACTIVATIONS.items()
     },
-    "swiglu": GatedMLP(D, 24, std=0.3, down_std=0.0, bias=True, key=KEY),
-    "geglu": GatedMLP(D, 24, activation=jax.nn.gelu, std=0.3, down_std=0.0, key=KEY),
-    "moe": MoE(D, 8, n_experts=4, experts_per_token=2, std=0.3, down_std=0.0, key=KEY),
-    "rms": RMSNorm(D),
-    "layer": LayerNorm(D),
-    "dyt": DyT(D),
+    "swiglu": lambda: GatedMLP(D, 24, bias=True, **STD),
+    "geglu": lambda: GatedMLP(D, 24, activation=jax.nn.gelu, **STD),
+    "moe": lambda: MoE(D, 8, n_experts=4, experts_per_token=2, **STD),
+    "rms": lambda: RMSNorm(D),
+    "layer": lambda: LayerNorm(D),
+    "dyt": lambda: DyT(D),
 }
 
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention(name):
-    report = check_block(ATTENTION[name], d_model=D)
+    report = check_block(ATTENTION[name](), d_model=D)
     assert set(report.checks) == set(CHECKS) - {"both ways"}
 
 
@@ -59,5 +64,5 @@ def test_attention(name):
 def test_layers(name):
     """Activations differ in nothing but their gradients and their rounding."""
     checks = ["gradients", "bfloat16"] if name in ACTIVATIONS and name != "relu2" else CHECKS
-    report = check_block(LAYERS[name], d_model=D, checks=list(checks))
+    report = check_block(LAYERS[name](), d_model=D, checks=list(checks))
     assert set(report.checks) == set(checks) - {"both ways", "padding", "scan"}

@@ -14,12 +14,10 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-import equinox as eqx
-import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from conftest import TEXT, TINY
+from conftest import TEXT, TINY, drawn
 from soak.kill_loop import metrics as lines
 
 from gptlite.config import Config, OptimizerConfig, TrainingConfig, UserError
@@ -50,7 +48,7 @@ CONFIG = Config(
         steps=60, batch_size=4, steps_per_dispatch=5, eval_every=20, save_seconds=0.0, keep=3
     ),
 )
-MODEL = eqx.filter_jit(GPT)(CONFIG.model, TOKENIZER.vocab_size, key=jax.random.key(0))
+MODEL = drawn(lambda key: GPT(CONFIG.model, TOKENIZER.vocab_size, key=key))
 MESH = make_mesh()
 EVALUATE = Evaluation(SPLIT.validation, TINY.context_length, MESH)
 BATCHES = Batches(SPLIT.train, 4, TINY.context_length, 0)
@@ -146,13 +144,13 @@ def copied(finished, tmp_path) -> Path:
 
 def test_what_was_saved_while_training_went_on_is_what_was_there(tmp_path):
     seen: dict[int, dict[str, np.ndarray]] = {}
-    training = dataclasses.replace(CONFIG.training, keep=12)
+    training = dataclasses.replace(CONFIG.training, keep=6)
     with RunFolder(tmp_path / "run") as run:
-        train(run, dataclasses.replace(CONFIG, training=training), until=12, seen=seen)
-    assert list_steps(tmp_path / "run" / "checkpoints") == list(range(12, 0, -1))
+        train(run, dataclasses.replace(CONFIG, training=training), until=6, seen=seen)
+    assert list_steps(tmp_path / "run" / "checkpoints") == list(range(6, 0, -1))
     for step, arrays in seen.items():
         assert same(read(tmp_path / "run", step), arrays)
-    assert sum(name.startswith("optimizer_state") for name in seen[12]) > 10
+    assert sum(name.startswith("optimizer_state") for name in seen[6]) > 10
 
 
 def test_the_last_checkpoints_and_the_best_weights_are_kept(tmp_path):
@@ -228,7 +226,7 @@ def inspect(path: Path) -> tuple[int, dict[str, np.ndarray], str]:
     return checkpoint.record.position.step, named_arrays(checkpoint.state), logged.getvalue()
 
 
-CASES_PER_FILE = 4  # of each kind; Orbax writes a dozen files or more
+CASES_PER_FILE = 3  # of each kind; Orbax writes a dozen files or more
 
 
 def test_no_damage_of_a_checkpoint_goes_unnoticed(copied, finished):
@@ -253,7 +251,7 @@ def test_no_damage_of_a_checkpoint_goes_unnoticed(copied, finished):
             assert (step < 60) == ("older checkpoint" in logged)
             noticed += step < 60
         file.write_bytes(whole)
-    assert cases >= 80
+    assert cases >= 60
     assert noticed > cases / 4
     step, arrays, _ = inspect(copied)
     assert step == 60
@@ -279,10 +277,9 @@ def test_a_damaged_checkpoint_is_set_aside_and_made_anew(copied, finished):
     assert list_steps(copied / "checkpoints")[0] == 60
 
 
-@pytest.mark.parametrize("damage", ["missing", "damaged"])
-def test_lost_best_weights_are_said_and_the_next_evaluation_has_new_ones(copied, damage, capsys):
+def test_lost_best_weights_are_said_and_the_next_evaluation_has_new_ones(copied, capsys):
     best = copied / "best.safetensors"
-    best.unlink() if damage == "missing" else best.write_bytes(best.read_bytes()[:40])
+    best.write_bytes(best.read_bytes()[:40])
     with RunFolder(copied) as run:
         train(run, longer(80), find(run, 80), 80)
         assert "The best weights so far are lost" in capsys.readouterr().out

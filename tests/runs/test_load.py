@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
-from conftest import TEXT, TINY
+from conftest import TEXT, TINY, drawn
 
 from gptlite.config import Config, UserError
 from gptlite.files import write_json
@@ -31,7 +31,7 @@ from gptlite.text.tokenizer import make_tokenizer
 
 TOKENIZER = make_tokenizer("char", TEXT)
 CONFIG = Config(model=TINY)
-MODEL = eqx.filter_jit(GPT)(TINY, TOKENIZER.vocab_size, key=jax.random.key(0))
+MODEL = drawn(lambda key: GPT(TINY, TOKENIZER.vocab_size, key=key))
 SAVED = Evaluated(7, 1.5)
 
 
