@@ -269,7 +269,7 @@ CONFIGS = st.lists(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(CONFIGS)
 def test_any_config_is_accepted_or_refused_with_a_sentence(words):
     said = refusal(parse_train, words)

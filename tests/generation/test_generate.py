@@ -26,8 +26,16 @@ def seen_from(prompt: int, place: int) -> int:
 
 
 @pytest.mark.parametrize("prompt", [1, C])
-def test_greedy_generation_is_the_uncached_argmax(variant, prompt):
-    """Far beyond the context, for every position encoding."""
+def test_a_prompt_may_have_one_token_or_fill_the_context(prompt):
+    check_greedy_generation(tiny_model(), prompt)
+
+
+def test_greedy_generation_is_the_uncached_argmax(variant):
+    check_greedy_generation(variant, 5)
+
+
+def check_greedy_generation(variant, prompt):
+    """Far beyond the context."""
     text = jax.random.randint(jax.random.key(0), (2, prompt), 0, VOCAB)
     new = generate(variant, text, 3 * C, GREEDY, keys=jax.random.split(jax.random.key(0), 2))
     text = np.concatenate([text, new], axis=1)
