@@ -128,6 +128,9 @@ def make_files(folder: Path) -> None:
 
 def run(command: str, folder: Path) -> None:
     """**Raises:** `SystemExit` if the command fails."""
+    if "tiktoken" in command and "TIKTOKEN_CACHE_DIR" not in os.environ:
+        print(f"skipped, because tiktoken's files are not in ../shared: {command}", flush=True)
+        return
     began = time.monotonic()
     devices = "8" if "--mesh" in command else "2"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": devices}
