@@ -1,6 +1,6 @@
 """Run every command and every Python block in the README and in docs/, with small sizes.
 
-    python tests/soak/docs.py
+    python tests/soak/docs.py [PAGE.md ...]
 
 A command that matches no rule below is an error, so that a new command gets one.
 """
@@ -33,6 +33,7 @@ RULES: dict[str, str | None] = {
     'pip install -e ".[bench]"': None,
     'pip install -e ".[tour]" && jupyter lab': None,
     "python -m gptlite.research.check_block": "",
+    "python train.py --resume runs/NAME": None,  # the next command, in general
     "python train.py --resume": "--training.steps 30",
     "python train.py m --summary": "--data.corpus text.txt",
     "python train.py --data.corpus": SMALL,
@@ -146,6 +147,8 @@ def main() -> None:
     measured: set[str] = set()
     with tempfile.TemporaryDirectory() as name:
         for page in PAGES:
+            if len(sys.argv) > 1 and page.name not in sys.argv[1:]:
+                continue
             print(page.relative_to(ROOT), flush=True)
             folder = Path(name) / page.stem
             folder.mkdir()
