@@ -7,7 +7,7 @@ import pytest
 from conftest import TEXT, TINY, refusal
 
 from gptlite.cli import parse_compare
-from gptlite.config import Config, OptimizerConfig, TrainingConfig, UserError
+from gptlite.config import Config, DataConfig, OptimizerConfig, TrainingConfig, UserError
 from gptlite.research import comparison as comparison_module, plots
 from gptlite.research.comparison import Comparison
 from gptlite.research.report import table, to_csv
@@ -88,6 +88,9 @@ def test_another_variant_under_the_same_name_is_refused(trained, tmp_path):
         run(comparison(tmp_path), "a", DEEPER, range(2))
     with pytest.raises(UserError, match="another --equal:"):
         run(comparison(tmp_path, "flops"), "a", BASE, range(2))
+    fewer = dataclasses.replace(BASE, data=DataConfig(validation_tokens=50))
+    with pytest.raises(UserError, match=r"another data\.validation_tokens"):
+        run(comparison(tmp_path), "a", fewer, range(2))
     idle = dataclasses.replace(BASE.training, save_seconds=7, cpu_devices=1)
     run(comparison(tmp_path), "a", dataclasses.replace(BASE, training=idle), range(2))
     assert len(trained) == 1

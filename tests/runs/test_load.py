@@ -149,6 +149,13 @@ def test_the_newest_run_is_the_one_saved_last(run, tmp_path):
     assert newest_run(tmp_path / "runs") == other
 
 
+def test_the_newest_run_is_one_with_the_weights_that_are_asked_for(run, tmp_path):
+    not_evaluated = write_run(tmp_path / "runs" / "two")
+    (not_evaluated / "best.safetensors").rename(not_evaluated / "last.safetensors")
+    assert newest_run(tmp_path / "runs", "last") == not_evaluated
+    assert newest_run(tmp_path / "runs") == run
+
+
 def test_no_run_yet_says_what_to_do(tmp_path):
     with pytest.raises(UserError, match=r"run `python train\.py` first"):
         newest_run(tmp_path)
