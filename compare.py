@@ -19,10 +19,8 @@ def main() -> None:
 
 def compare(arguments: CompareArguments, variants: dict[str, Config]) -> None:
     # Imported here, because --help should not wait for JAX.
-    from filelock import FileLock, Timeout
-
     from gptlite.custom import custom_options, load_custom
-    from gptlite.files import write_atomically
+    from gptlite.files import lock, write_atomically
     from gptlite.progress import log, progress_bar
     from gptlite.research import plots
     from gptlite.research.comparison import Comparison
@@ -48,13 +46,10 @@ def compare(arguments: CompareArguments, variants: dict[str, Config]) -> None:
 
     folder = FOLDER / arguments.name
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / ".lock", timeout=0).acquire()
-    except Timeout:
-        raise UserError(f"The comparison {folder} is being run by another process.") from None
+        held = lock(folder / ".lock", f"The comparison {folder} is being run by another process.")
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error.strerror}.") from error
-    with lock:
+    with held:
         base = next(iter(variants.values()))
         comparison = Comparison(folder, base, arguments.equal, tokenizer, split, corpus.sha256)
         # What can be wrong with a variant is found before the first one is trained.

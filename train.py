@@ -159,7 +159,6 @@ def train(arguments: TrainArguments) -> None:
                 "steps": last["step"],
                 "tokens": last["tokens"],
                 "parameters": parameters,
-                "train_seconds": last["seconds"],
                 "total_seconds": seconds,
                 "tokens_per_second": last["tokens"] / last["step_seconds"],
                 "corpus": corpus.name,

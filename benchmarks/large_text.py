@@ -75,7 +75,7 @@ def train(name: str, folder: Path) -> Round:
     tokenizer = make_tokenizer("char", corpus.alphabet)
     split = split_corpus(corpus, tokenizer, folder=folder)
     config = PRESETS["quick"][1].model
-    training = TrainingConfig(steps=10**6, eval_every=10**6, steps_per_dispatch=20)
+    training = TrainingConfig(steps=10**6, eval_every=10**6, log_every=20)
     model = GPT(config, tokenizer.vocab_size, key=jax.random.key(0))
     train_steps = TrainSteps(model, OptimizerConfig(), training, make_mesh())
     batches = Batches(split.train, training.batch_size, config.context_length, training.seed)

@@ -24,7 +24,7 @@ def first_step(folder: Path, caches: Path) -> float:
     """Seconds until `train.py quick` has logged its first step."""
     shutil.rmtree(folder / "runs" / "first", ignore_errors=True)
     metrics = folder / "runs" / "first" / "metrics.jsonl"
-    one_step = ("--training.steps", "2", "--training.steps-per-dispatch", "1")
+    one_step = ("--training.steps", "2", "--training.log-every", "1")
     command = [str(ROOT / "train.py"), "quick", *one_step, "--run", "first"]
     start = time.perf_counter()
     process = _start(command, folder, caches)

@@ -14,6 +14,7 @@ import tyro
 
 from gptlite.config import MAX_INT32, Between, Config, SamplingConfig, UserError, check_fields
 from gptlite.custom import custom_blocks, resolve_custom
+from gptlite.files import check_folder_name
 from gptlite.presets import PRESETS
 from gptlite.runs.find import find_run
 from gptlite.runs.saved_config import RESUMABLE, load_config, require_resumable
@@ -165,8 +166,7 @@ class CompareArguments:
 
     def __post_init__(self):
         check_fields("", self)
-        if self.name != os.path.basename(self.name) or self.name in ("", ".", ".."):
-            raise UserError(f"--name takes a name for the folder, got {self.name!r}.")
+        check_folder_name("--name", self.name)
 
 
 @dataclass(frozen=True)

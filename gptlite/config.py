@@ -376,7 +376,7 @@ class TrainingConfig:
     (fewer if they could not share it evenly). Two keep two cores busier than one that spreads
     each operation over both. The environment variable JAX_NUM_CPU_DEVICES overrides this."""
 
-    steps_per_dispatch: Annotated[int, Between(1, MAX_INT32)] = 20
+    log_every: Annotated[int, Between(1, MAX_INT32)] = 20
     """Write a line of metrics after this many steps. They are one compiled call if they take at
     most two seconds."""
 

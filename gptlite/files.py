@@ -1,10 +1,36 @@
-"""Writing files completely or not at all."""
+"""Files that are written completely or not at all, and locks."""
 
 import hashlib
 import json
 import os
 from pathlib import Path
 from typing import Any
+
+from filelock import BaseFileLock, FileLock, Timeout
+
+from gptlite.config import UserError, require
+
+
+def check_folder_name(option: str, name: str) -> None:
+    """**Raises:** `UserError` if `name`, given as `option`, is a path or no name at all."""
+    require(
+        name == Path(name).name and name not in ("", ".."),
+        f"{option} takes the name of a folder, got {name!r}.",
+    )
+
+
+def lock(path: Path, busy: str) -> BaseFileLock:
+    """The locked file `path`. The system releases the lock with its process, if not before.
+
+    **Raises:** `UserError` with the message `busy` if another process holds it; `OSError`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    held = FileLock(path, timeout=0)
+    try:
+        held.acquire()
+    except Timeout:
+        raise UserError(busy) from None
+    return held
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

@@ -24,6 +24,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Array
 
 from gptlite.config import UserError
+from gptlite.pytrees import path_name
 
 T = TypeVar("T")
 
@@ -94,22 +95,9 @@ def parameter_spec(path: str, shape: Sequence[int], mesh: Any) -> PartitionSpec:
     return _spec((*(None,) * (len(shape) - 2), *cut), shape, mesh)
 
 
-def shardings(tree: Any, mesh: Mesh) -> Any:
-    """The sharding of each array of `tree`, a model or a training state, on `mesh`; None for leaves
-    that are no arrays. `tree` may be shapes."""
-
-    def of(path, leaf):
-        if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-            return None
-        return NamedSharding(mesh, parameter_spec(path_name(path), leaf.shape, mesh))
-
-    return jax.tree_util.tree_map_with_path(of, tree)
-
-
 def place(tree: T, mesh: Mesh) -> T:
     """`tree`, a model or a training state, spread over `mesh`."""
-    wanted = shardings(tree, mesh)
-    return jax.tree.map(lambda x, s: x if s is None else jax.device_put(x, s), tree, wanted)
+    return _spread(tree, mesh, jax.device_put)
 
 
 def place_seeds(tree: T, mesh: Mesh) -> T:
@@ -164,16 +152,7 @@ def constrain(x: Array, *axes: str | None) -> Array:
 def constrain_parameters(tree: T) -> T:
     """`tree`, inside a compiled function, spread as `place` spreads it."""
     mesh = _mesh()
-    if mesh is None:
-        return tree
-
-    def keep(path, leaf):
-        if not eqx.is_array(leaf):
-            return leaf
-        spec = parameter_spec(path_name(path), leaf.shape, mesh)
-        return jax.lax.with_sharding_constraint(leaf, spec)
-
-    return jax.tree_util.tree_map_with_path(keep, tree)
+    return tree if mesh is None else _spread(tree, mesh, jax.lax.with_sharding_constraint)
 
 
 def gathered(module: T, path: str) -> T:
@@ -228,17 +207,23 @@ def targets_nvidia() -> bool:
     return device is not None and "NVIDIA" in device.device_kind
 
 
-def path_name(path: tuple[Any, ...]) -> str:
-    """A path in a pytree, as `stack.blocks.attention.heads.query.weight`."""
-    return jax.tree_util.keystr(path, simple=True, separator=".")
-
-
 def _mesh() -> Any:
     """The current mesh, if it has several devices for one model."""
     mesh = jax.sharding.get_abstract_mesh()
     if not set(AXES) <= set(mesh.shape):
         return None
     return mesh if math.prod(mesh.shape[axis] for axis in AXES) > 1 else None
+
+
+def _spread(tree: T, mesh: Any, put: Callable[[Array, NamedSharding], Array]) -> T:
+    """`tree` with `put(array, sharding)` in place of each array."""
+
+    def of(path, leaf):
+        if not eqx.is_array(leaf):
+            return leaf
+        return put(leaf, NamedSharding(mesh, parameter_spec(path_name(path), leaf.shape, mesh)))
+
+    return jax.tree_util.tree_map_with_path(of, tree)
 
 
 def _spec(axes: Sequence[Any], shape: Sequence[int], mesh: Any) -> PartitionSpec:

@@ -109,8 +109,8 @@ def test_a_block_has_options_of_its_own(file):
     assert (scale(""), scale(":factor=0.5"), scale(":steps=3:factor=1")) == (2.0, 0.5, 1.0)
     for options, words in (
         (":factro=1", "has no option factro: its options are factor, steps"),
-        (":steps=1.5", "steps in model.mlp must be int, got '1.5'"),
-        (":factor=x", "factor in model.mlp must be float, got 'x'"),
+        (":steps=1.5", "steps in model.mlp .* must be int, got '1.5'"),
+        (":factor=x", "factor in model.mlp .* must be float, got 'x'"),
     ):
         with pytest.raises(UserError, match=words):
             scale(options)
@@ -119,11 +119,14 @@ def test_a_block_has_options_of_its_own(file):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"attention": "sliding:window=0"}, "window in model.attention must be at least 1 .*got 0"),
+        (
+            {"attention": "sliding:window=0"},
+            "window in model.attention sliding must be at least 1 .*got 0",
+        ),
         ({"mlp": "moe:experts_per_token=5"}, "experts_per_token .* at most 4, got 5"),
         (
             {"mlp": "moe:balance_loss=nan"},
-            "balance_loss in model.mlp must be .*, got nan",
+            "balance_loss in model.mlp moe must be .*, got nan",
         ),
         ({"mlp": "relu:n_experts=5"}, "model.mlp relu has no option n_experts: it has no options"),
         ({"attention": "full:value_residual=2"}, "value_residual .* must be bool, got '2'"),

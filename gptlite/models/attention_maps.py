@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from gptlite.config import UserError
 from gptlite.nn.stack import Stack
-from gptlite.sharding import path_name
+from gptlite.pytrees import path_name
 
 M = TypeVar("M", bound=eqx.Module)
 

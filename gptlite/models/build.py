@@ -8,7 +8,7 @@ are called in the same way.
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, get_args
 
 import jax
@@ -153,9 +153,7 @@ def _moe(
     balance_loss: Annotated[float, Between(0.0)] = 0.01,
     key,
 ):
-    check_value(
-        "experts_per_token in model.mlp", experts_per_token, Annotated[int, Between(1, n_experts)]
-    )
+    Between(1, n_experts).check("experts_per_token in model.mlp moe", experts_per_token)
     std, down_std = init_stds(config)
     return MoE(
         config.d_model,
@@ -180,8 +178,8 @@ def _relative(
     near = buckets // 2 if causal else buckets // 4  # as in RelativeBias
     if max_distance <= near:
         raise UserError(
-            f"max_distance in model.positions must be above {near}, for {buckets} buckets, got "
-            f"{max_distance}."
+            f"max_distance in model.positions relative must be above {near}, for {buckets} "
+            f"buckets, got {max_distance}."
         )
     return RelativeBias(
         config.n_heads,
@@ -251,10 +249,17 @@ def find_part(field: str, config: ModelConfig) -> tuple[Callable[..., Any], dict
     make = TABLES[field].get(name) or CUSTOM.get(name)
     if make is None:
         raise UserError(f"{name} has not been loaded: see gptlite.load_custom.")
-    signature = inspect.signature(make).parameters
+    return make, parse_options(f"model.{field} {name}", make, given)
+
+
+def parse_options(name: str, make: Callable[..., Any], given: Mapping[str, str]) -> dict[str, Any]:
+    """The options of a block, in the types that the annotations of `make` name.
+
+    **Raises:** `UserError`, with `name`, if `make` does not take an option or its value.
+    """
     known = {
         option: parameter
-        for option, parameter in signature.items()
+        for option, parameter in inspect.signature(make).parameters.items()
         if parameter.kind is parameter.KEYWORD_ONLY
         and option not in ("key", "causal", "cross_attention")
     }
@@ -262,9 +267,9 @@ def find_part(field: str, config: ModelConfig) -> tuple[Callable[..., Any], dict
     for option, text in given.items():
         if option not in known:
             has = f"its options are {', '.join(known)}" if known else "it has no options"
-            raise UserError(f"model.{field} {name} has no option {option}: {has}.")
-        options[option] = _parse(f"{option} in model.{field}", text, known[option].annotation)
-    return make, options
+            raise UserError(f"{name} has no option {option}: {has}.")
+        options[option] = _parse(f"{option} in {name}", text, known[option].annotation)
+    return options
 
 
 def _parse(name: str, text: str, kind: Any) -> Any:

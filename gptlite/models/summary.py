@@ -13,12 +13,12 @@ from jaxtyping import PyTree
 from gptlite.models.attention_maps import with_call_hook
 from gptlite.models.gpt import GPT
 from gptlite.models.seq2seq import Seq2Seq
-from gptlite.sharding import path_name
+from gptlite.pytrees import is_array, path_name
 
 
 def count_parameters(model: PyTree) -> int:
     """The number of elements in all arrays of `model`. A shared matrix counts once."""
-    return sum(leaf.size for leaf in jax.tree.leaves(eqx.filter(model, _is_array)))
+    return sum(leaf.size for leaf in jax.tree.leaves(eqx.filter(model, is_array)))
 
 
 def flops_per_token(model: Any) -> tuple[int, int]:
@@ -41,7 +41,7 @@ def activation_bytes(model: Any, batch_size: int) -> int:
     """An upper bound of what the forward pass of a batch at the full context keeps for the backward
     pass. The compiler may recompute some of it."""
     inputs = _inputs(model, batch_size)
-    params, static = eqx.partition(model, _is_array)
+    params, static = eqx.partition(model, is_array)
     residuals = jax.eval_shape(
         lambda params, *inputs: jax.vjp(lambda p: eqx.combine(p, static)(*inputs), params)[1],
         params,
@@ -121,12 +121,8 @@ def _shape(x: Any) -> str:
     return f"[seq, {x.shape[-1]}]"
 
 
-def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array | jax.ShapeDtypeStruct)
-
-
 def _holds_arrays(node: Any) -> bool:
-    return isinstance(node, eqx.Module) and any(map(_is_array, vars(node).values()))
+    return isinstance(node, eqx.Module) and any(map(is_array, vars(node).values()))
 
 
 def _product_flops(jaxpr: Jaxpr) -> int:

@@ -13,16 +13,17 @@
     bfloat16    close to float32
     scan        a stack of it gives the same unrolled and scanned
 
-From the command line: `python -m gptlite.research.check_block FILE.py:CLASS`.
+From the command line: `python -m gptlite.research.check_block FILE.py:CLASS`, with options as
+`FILE.py:CLASS:rank=4`.
 """
 
-import functools
 import inspect
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import equinox as eqx
@@ -32,12 +33,13 @@ import numpy as np
 import tyro
 
 from gptlite.cli import errors_as_sentences
-from gptlite.config import ModelConfig, UserError, is_custom, require
+from gptlite.config import ModelConfig, UserError, is_custom, require, split_variant
 from gptlite.custom import load_class
+from gptlite.models.build import parse_options
 from gptlite.models.summary import count_parameters
+from gptlite.pytrees import path_name
 from gptlite.research.checks import CHECKS, left_out
 from gptlite.research.subject import Kind, make_subject
-from gptlite.sharding import path_name
 
 SMALL = ModelConfig(n_layers=2, n_heads=2, d_model=16, context_length=16)
 
@@ -75,6 +77,7 @@ def check_block(
     *,
     kind: Kind | None = None,
     config: ModelConfig = SMALL,
+    options: Mapping[str, Any] = MappingProxyType({}),
     d_model: int | None = None,
     causal: bool | None = None,
     seq: int = 8,
@@ -89,12 +92,12 @@ def check_block(
 
     **Arguments:**
 
-    - `block`: a module, or a class that is built as `block(config, key=key)`, and as
-      `block(config, causal=causal, key=key)` if `causal` is given.
+    - `block`: a module, or a class that is built as `block(config, key=key)`, with `causal=causal`
+      if that is given.
     - `kind`: `layer`, called as `layer(x)`, as an MLP or a norm is; `block`, with `init_cache` and
       the call of `Attention` or `Block`; `model`, called as `model(ids)`; `encoder`;
       `encoder-decoder`. Default: inferred from the class and its methods.
-    - `config`: for a class.
+    - `config`, `options`: of a class, which is built with the options as keyword arguments.
     - `d_model`: of a module that is a layer or a block. For a class, that of `config`.
     - `causal`: False for an encoder's block, in which every token sees every other. Default: False
       for an `Encoder` and for what has an `Attention` that is not causal.
@@ -110,9 +113,9 @@ def check_block(
     name = block.__name__ if isinstance(block, type) else type(block).__name__
     if isinstance(block, type):
         has_causal = causal is not None and "causal" in inspect.signature(block).parameters
-        make = functools.partial(block, causal=causal) if has_causal else block
+        more = {"causal": causal} if has_causal else {}
         try:
-            block = make(config, key=key)
+            block = block(config, **options, **more, key=key)
         except Exception as error:
             raise CheckError(
                 name, [("shapes", f"it cannot be built: {describe(error)}")]
@@ -167,7 +170,7 @@ def describe(error: Exception) -> str:
 
 
 def main(
-    block: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE.py:CLASS")],
+    block: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE.py:CLASS[:rank=4]")],
     *,
     idle: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = (),
     both_ways: bool = False,
@@ -176,16 +179,19 @@ def main(
     """Check a block of your own, built as CLASS(config, key=key).
 
     Args:
-        block: The file and the class.
+        block: The file and the class, with the options of the class.
         idle: A parameter that is known to have no gradient; may be given several times.
         both_ways: It is an encoder's block: every output depends on every input.
         debug: Show where in the code an error came from.
     """
     with errors_as_sentences(debug):
-        require(is_custom(block), f"A block is named as FILE.py:CLASS, got {block!r}.")
+        name, given = split_variant(block)
+        require(is_custom(name), f"A block is named as FILE.py:CLASS, got {block!r}.")
+        loaded = load_class(name)
+        options = parse_options(name, loaded, given)
         try:
             causal = False if both_ways else None
-            print(check_block(load_class(block), causal=causal, idle=idle))
+            print(check_block(loaded, options=options, causal=causal, idle=idle))
         except CheckError as error:
             print(error)
             sys.exit(1)

@@ -12,8 +12,8 @@ import numpy as np
 
 from gptlite.config import require
 from gptlite.nn.stack import Stack
+from gptlite.pytrees import path_name
 from gptlite.research.subject import BATCH, Subject, calls_of_targets, jit, modules_in, run_compiled
-from gptlite.sharding import path_name
 from gptlite.training.optimizer import inside
 from gptlite.training.step import cast
 
@@ -85,9 +85,11 @@ def check_causal(s: Subject) -> str | None:
 def check_both_ways(s: Subject) -> str | None:
     if s.source is None:
         return _depends_on_all(s.run, s.x, s.other, "output", "input")
-    call = lambda model, source: model(source, jnp.asarray(s.x[0]))  # noqa: E731
-    encode = lambda model, source: model.encode(source)  # noqa: E731
-    for what, function in (("output", call), ("encoder's output", encode)):
+    functions: dict[str, Callable[..., Any]] = {
+        "output": lambda model, source: model(source, jnp.asarray(s.x[0])),
+        "encoder's output": lambda model, source: model.encode(source),
+    }
+    for what, function in functions.items():
         run = functools.partial(run_compiled, function, s.module)
         message = _depends_on_all(run, s.source, s.other[0], what, "source")
         if message:

@@ -209,7 +209,7 @@ class Comparison:
         """The base's seconds a step over the variant's, in short runs of both by turns."""
         runs = []
         for timed in (self._base, config):
-            steps = timed.training.steps_per_dispatch * (TIMED_DISPATCHES + 1)
+            steps = timed.training.log_every * (TIMED_DISPATCHES + 1)
             short = dataclasses.replace(timed.training, steps=steps, eval_every=steps)
             timed = dataclasses.replace(timed, training=short)
             runs.append(fit_seeds(timed, self._tokenizer, range(at_once), self._split))

@@ -83,8 +83,7 @@ def make_subject(
         x, other = random.normal(size=(2, BATCH, seq, d_model)).astype(np.float32)
         parts |= {"x": x, "other": other, "width": d_model}
         if kind == "layer":
-            call = lambda module, x, lengths, key: module(x)  # noqa: E731
-            return Subject(**parts, call=call, init_cache=lambda module, x: ())
+            return Subject(**parts, call=_call_layer, init_cache=lambda module, x: ())
         return Subject(**parts, call=_call_block, init_cache=_block_cache, extend=_extend_block)
 
     vocab = _vocab_size(block, kind)
@@ -104,12 +103,16 @@ def make_subject(
         parts |= {"width": block.decoder.vocab_size, "source": x[0]} | calls_of_targets(x[0])
         return Subject(**parts)
     if hasattr(block, "extend"):
-        cache = lambda module, x: module.init_cache(x.shape[:-1])  # noqa: E731
-        return Subject(**parts, call=_call_model, init_cache=cache, extend=_extend_model)
-    return Subject(**parts, call=lambda module, x, lengths, key: module(x))
+        calls = {"call": _call_model, "init_cache": _model_cache, "extend": _extend_model}
+        return Subject(**parts, **calls)
+    return Subject(**parts, call=_call_layer)
 
 
 # How each kind is called.
+
+
+def _call_layer(layer: Any, x: Any, lengths: Any, key: Any) -> Any:
+    return layer(x)
 
 
 def _call_block(block: Any, x: Any, lengths: Any, key: Any) -> Any:
@@ -133,6 +136,10 @@ def _extend_block(block: Any, x: Any, cache: Any, start: Any, lengths: Any) -> A
 
 def _call_model(model: Any, ids: Any, lengths: Any, key: Any) -> Any:
     return model(ids, lengths=lengths, key=key)
+
+
+def _model_cache(model: Any, ids: Any) -> Any:
+    return model.init_cache(ids.shape[:-1])
 
 
 def _extend_model(model: Any, ids: Any, cache: Any, start: Any, lengths: Any) -> Any:

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from gptlite.config import UserError
+from gptlite.files import check_folder_name
 
 RUNS_FOLDER = Path("runs")
 
@@ -13,8 +14,7 @@ def new_run(name: str) -> Path:
 
     **Raises:** `UserError` if `name` is not a folder name.
     """
-    if name in ("", ".", "..") or name != Path(name).name:
-        raise UserError(f"--run takes a name for the folder in {RUNS_FOLDER}/, got {name!r}.")
+    check_folder_name("--run", name)
     return RUNS_FOLDER / name
 
 

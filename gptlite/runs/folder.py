@@ -27,11 +27,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock
 
 from gptlite.config import Config, UserError
 from gptlite.custom import custom_options
-from gptlite.files import sync, write_atomically, write_json
+from gptlite.files import lock, sync, write_atomically, write_json
 from gptlite.progress import log
 from gptlite.runs.checkpoints import Checkpoint, Checkpoints, Record, list_steps
 from gptlite.runs.find import check_free
@@ -54,10 +54,7 @@ class RunFolder:
         """The best evaluation."""
         self.last: dict[str, Any] = {}
         """The last line of metrics."""
-        # Next to the run folder, because `--overwrite` replaces the folder. Resolved, so that all
-        # spellings of the path share one lock.
-        resolved = path.resolve()
-        self._lock = FileLock(resolved.parent / f".{resolved.name}.lock", timeout=0)
+        self._lock: BaseFileLock | None = None
         self._checkpoints: Checkpoints | None = None
         self._config = Config()
         self._corpus_sha256 = ""
@@ -71,19 +68,19 @@ class RunFolder:
     def __exit__(self, *_: object) -> None:
         if self._checkpoints is not None:
             self._checkpoints.close()
-        self._lock.release()
+        if self._lock is not None:
+            self._lock.release()
 
     def lock(self) -> None:
         """**Raises:** `UserError` if another process trains this run."""
+        # Next to the run folder, because `--overwrite` replaces the folder. Resolved, so that all
+        # spellings of the path share one lock.
+        if self._lock is not None:
+            return
+        path = self.path.resolve()
+        busy = f"The run {self.path} is being trained by another process: wait for it, or stop it."
         with self._writing():
-            try:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._lock.acquire()
-            except Timeout:
-                raise UserError(
-                    f"The run {self.path} is being trained by another process: wait for it, or "
-                    "stop it."
-                ) from None
+            self._lock = lock(path.with_name(f".{path.name}.lock"), busy)
 
     def create(
         self, config: Config, tokenizer: Tokenizer, corpus_sha256: str, *, overwrite: bool

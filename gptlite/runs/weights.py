@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from gptlite.config import UserError
 from gptlite.files import write_atomically
 from gptlite.models.gpt import GPT
-from gptlite.sharding import path_name
+from gptlite.pytrees import is_array, path_name
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ def named_leaves(tree: PyTree) -> dict[str, Any]:
     return {
         path_name(path): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+        if is_array(leaf)
     }
 
 
@@ -55,8 +55,7 @@ def fill(skeleton: T, arrays: dict[str, Any], source: str) -> T:
     check_shapes(skeleton, arrays, source)
 
     def put(path, leaf):
-        is_array = isinstance(leaf, jax.ShapeDtypeStruct | jax.Array)
-        return jnp.asarray(arrays[path_name(path)]) if is_array else leaf
+        return jnp.asarray(arrays[path_name(path)]) if is_array(leaf) else leaf
 
     return jax.tree_util.tree_map_with_path(put, skeleton)
 

@@ -58,7 +58,7 @@ class Progress:
     steps_per_second: float
     """Of the last dispatch."""
     log_due: bool
-    """Whether a line of metrics is due: every `steps_per_dispatch` steps, and at evaluations."""
+    """Whether a line of metrics is due: every `log_every` steps, and at evaluations."""
     evaluation_due: bool
     """Whether this step is a multiple of `eval_every`, or the last."""
 
@@ -119,7 +119,7 @@ def fit(
         f"The state is of step {state.step}, and training is to continue at {start.step}.",
     )
     stops = training.on_nonfinite == "stop" if stop_on_nonfinite is None else stop_on_nonfinite
-    capacity = min(training.steps_per_dispatch, training.eval_every, training.steps)
+    capacity = min(training.log_every, training.eval_every, training.steps)
     read = _Reader(batch, train_steps, capacity)
     try:
         # No steps: this compiles the program, so that the speeds below are those of steps.
@@ -184,8 +184,8 @@ def _diverged(
 def _next_log_step(step: int, training: TrainingConfig) -> int:
     """The first step after `step` with a line of metrics, wherever the run was resumed."""
     since_evaluation = step % training.eval_every
-    lines = since_evaluation // training.steps_per_dispatch + 1
-    end = step - since_evaluation + min(lines * training.steps_per_dispatch, training.eval_every)
+    lines = since_evaluation // training.log_every + 1
+    end = step - since_evaluation + min(lines * training.log_every, training.eval_every)
     return min(end, training.steps)
 
 

@@ -404,6 +404,13 @@ def test_the_command_line(tmp_path, capsys):
         "from test_check_block import Unused, Layer\n"
         "class Mine(Layer): pass\n"
         "class Bad(Unused): pass\n"
+        "class Scaled(Layer):\n"
+        "    by: float\n"
+        "    def __init__(self, config, *, by: float = 1.0, key):\n"
+        "        super().__init__(config, key=key)\n"
+        "        self.by = by\n"
+        "    def __call__(self, x):\n"
+        "        return self.by * super().__call__(x)\n"
     )
     (tmp_path / "mine_to_check.py").write_text(source)
 
@@ -425,3 +432,9 @@ def test_the_command_line(tmp_path, capsys):
     assert "Unused in" in said.err
     assert "is another name for" in said.err
     assert run("nonsense")[0] == 2
+    # By 0, no parameter has a gradient.
+    assert run(f"{file}:Scaled:by=2")[0] == 0
+    assert run(f"{file}:Scaled:by=0")[0] == 1
+    code, said = run(f"{file}:Scaled:rank=2")
+    assert code == 2
+    assert "has no option rank: its options are by" in said.err

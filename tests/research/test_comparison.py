@@ -21,7 +21,7 @@ SPLIT = split_corpus(text_corpus(TEXT), TOKENIZER)
 BASE = Config(
     model=dataclasses.replace(TINY, n_layers=1),
     training=TrainingConfig(
-        steps=8, batch_size=4, steps_per_dispatch=4, eval_every=4, compute_dtype="float32"
+        steps=8, batch_size=4, log_every=4, eval_every=4, compute_dtype="float32"
     ),
 )
 DEEPER = dataclasses.replace(BASE, model=dataclasses.replace(BASE.model, n_layers=3))
@@ -38,7 +38,7 @@ def trained(monkeypatch):
     def fit_seeds(config, tokenizer, seeds, split):
         asked.append((config.model.n_layers, config.training.steps, list(seeds)))
         gain = 0.0 if config.model.n_layers == 1 else 0.1
-        looks = max(2, config.training.steps // config.training.steps_per_dispatch)
+        looks = max(2, config.training.steps // config.training.log_every)
         for look in range(1, looks + 1):
             losses = [2 + looks - look + seed / 10 - gain + 0.001 * seed * gain for seed in seeds]
             yield SeedsProgress(
@@ -193,7 +193,7 @@ def test_the_command_line():
         ("--vary model.norm=rsm", "must be one of rms, layer, dyt"),
         ("--vary model.nrom=rms", "--model.nrom"),
         ("--vary model.norm=dyt --seeds 0", "seeds must be at least 1"),
-        ("--vary model.norm=dyt --name a/b", "--name takes a name for the folder, got 'a/b'"),
+        ("--vary model.norm=dyt --name a/b", "--name takes the name of a folder, got 'a/b'"),
         ("--vary model.norm=dyt --seeds-at-once 0", "seeds_at_once must be at least 1"),
     ],
 )

@@ -26,7 +26,7 @@ CONFIG = Config(
     model=dataclasses.replace(TINY, n_layers=1),
     optimizer=OptimizerConfig(name="adamw", learning_rate=0.01),
     training=TrainingConfig(
-        steps=16, batch_size=4, steps_per_dispatch=6, eval_every=8, compute_dtype="float32"
+        steps=16, batch_size=4, log_every=6, eval_every=8, compute_dtype="float32"
     ),
 )
 

@@ -45,7 +45,7 @@ CONFIG = Config(
     model=dataclasses.replace(TINY, n_layers=1),
     optimizer=OptimizerConfig(name="adamw", learning_rate=0.01),  # Muon takes longer to compile
     training=TrainingConfig(
-        steps=60, batch_size=4, steps_per_dispatch=5, eval_every=20, save_seconds=0.0, keep=3
+        steps=60, batch_size=4, log_every=5, eval_every=20, save_seconds=0.0, keep=3
     ),
 )
 MODEL = drawn(lambda key: GPT(CONFIG.model, TOKENIZER.vocab_size, key=key))

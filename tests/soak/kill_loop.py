@@ -63,7 +63,7 @@ def settings(steps: int) -> list[str]:
     """A tiny run's, that saves often."""
     return (
         "--data.corpus text.txt --model.n-layers 1 --model.n-heads 2 --model.d-model 16 "
-        "--model.context-length 16 --training.batch-size 4 --training.steps-per-dispatch 8 "
+        "--model.context-length 16 --training.batch-size 4 --training.log-every 8 "
         f"--training.steps {steps} --training.eval-every 36 --training.sample-tokens 0 "
         "--training.save-seconds 1 --optimizer.name adamw"
     ).split()

@@ -25,7 +25,7 @@ CONFIG = Config(
     model=dataclasses.replace(TINY, n_layers=1),
     optimizer=OptimizerConfig(name="adamw", learning_rate=0.01),  # Muon takes longer to compile
     training=TrainingConfig(
-        steps=45, batch_size=8, steps_per_dispatch=10, eval_every=25, compute_dtype="float32"
+        steps=45, batch_size=8, log_every=10, eval_every=25, compute_dtype="float32"
     ),
 )
 
@@ -100,7 +100,7 @@ def test_a_run_is_a_pure_function_of_its_config(finished):
 
 
 def test_the_length_of_a_dispatch_changes_nothing(finished):
-    training = dataclasses.replace(CONFIG.training, steps_per_dispatch=7)
+    training = dataclasses.replace(CONFIG.training, log_every=7)
     records, arrays = run(dataclasses.replace(CONFIG, training=training))
     assert [record["step"] for record in records] == [7, 14, 21, 25, 32, 39, 45]
     for a, b in zip(arrays, finished[1], strict=True):
@@ -206,9 +206,7 @@ def copied(x):
 
 def test_long_dispatches_are_read_to_their_end(monkeypatch):
     """Longer than what is read ahead."""
-    training = dataclasses.replace(
-        CONFIG.training, steps=300, steps_per_dispatch=150, eval_every=300
-    )
+    training = dataclasses.replace(CONFIG.training, steps=300, log_every=150, eval_every=300)
     train_steps = steps_of(dataclasses.replace(CONFIG, training=training))
     *_, last = fit(train_steps.init(new_model()), train_steps, batches_of(CONFIG))
     assert last.step == 300

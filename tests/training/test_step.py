@@ -14,7 +14,7 @@ from gptlite.sharding import make_mesh
 from gptlite.training.loss import window_losses
 from gptlite.training.step import TrainSteps
 
-TRAINING = TrainingConfig(steps=10, batch_size=4, steps_per_dispatch=5, compute_dtype="float32")
+TRAINING = TrainingConfig(steps=10, batch_size=4, log_every=5, compute_dtype="float32")
 SHAPE = (5, 4, TINY.context_length + 1)
 BATCHES = np.random.default_rng(5).integers(VOCAB, size=SHAPE).astype(np.int32)
 

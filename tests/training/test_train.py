@@ -22,7 +22,7 @@ CONFIG = ModelConfig(
     n_layers=1, n_heads=2, d_model=16, context_length=6, dropout=0.01, embed_previous=0
 )
 TRAINING = TrainingConfig(
-    steps=245, batch_size=8, eval_every=120, steps_per_dispatch=50, compute_dtype="float32"
+    steps=245, batch_size=8, eval_every=120, log_every=50, compute_dtype="float32"
 )
 
 
