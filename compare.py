@@ -6,20 +6,20 @@ import sys
 import time
 from pathlib import Path
 
-from gptlite.cli import CompareArguments, errors_as_sentences, parse_compare
+from gptlite.cli import CompareArguments, exit_on_error, parse_compare
 from gptlite.config import Config, UserError
 
 FOLDER = Path("comparisons")
 
 
 def main() -> None:
-    with errors_as_sentences(debug="--debug" in sys.argv):
+    with exit_on_error(debug="--debug" in sys.argv):
         compare(*parse_compare(sys.argv[1:]))
 
 
 def compare(arguments: CompareArguments, variants: dict[str, Config]) -> None:
     # Imported here, because --help should not wait for JAX.
-    from gptlite.custom import custom_options, load_custom
+    from gptlite.custom import custom_arguments, load_custom
     from gptlite.files import lock, write_atomically
     from gptlite.progress import log, progress_bar
     from gptlite.research import plots
@@ -40,7 +40,9 @@ def compare(arguments: CompareArguments, variants: dict[str, Config]) -> None:
     split = split_corpus(corpus, tokenizer, data.validation_tokens)
     for config in variants.values():
         load_custom(config.model)
-    for custom in {shlex.join(custom_options(config.model)): None for config in variants.values()}:
+    for custom in {
+        shlex.join(custom_arguments(config.model)): None for config in variants.values()
+    }:
         if custom:
             log(f"custom blocks: {custom}")
 

@@ -4,12 +4,12 @@ import contextlib
 import sys
 from pathlib import Path
 
-from gptlite.cli import SampleArguments, errors_as_sentences, parse_sample
+from gptlite.cli import SampleArguments, exit_on_error, parse_sample
 from gptlite.config import UserError
 
 
 def main() -> None:
-    with errors_as_sentences(debug="--debug" in sys.argv):
+    with exit_on_error(debug="--debug" in sys.argv):
         sample(parse_sample(sys.argv[1:]))
 
 
@@ -34,14 +34,14 @@ def sample(arguments: SampleArguments) -> None:
 
     ids = jnp.asarray(run.tokenizer.encode(prompt))
     rows = jnp.arange(arguments.num_samples)
-    # A key a row, so that the first sample is the same however many are asked for.
+    # A key per row, so that the first sample is the same however many are asked for.
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(arguments.seed), rows)
     prompts = jnp.tile(ids, (arguments.num_samples, 1))
 
     if sys.stdout.isatty():  # the prompt is shown on a terminal only, and is not part of the output
         print(prompt, end="", file=sys.stderr, flush=True)
-    texts = [TextStream(run.tokenizer, arguments.stop) for _ in rows]
-    pieces: list[list[str]] = [[] for _ in rows]
+    texts = [TextStream(run.tokenizer, arguments.stop) for _ in range(arguments.num_samples)]
+    pieces: list[list[str]] = [[] for _ in texts]
     for chunk in stream(
         run.model, prompts, arguments.max_new_tokens, arguments.sampling, keys=keys
     ):

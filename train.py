@@ -8,11 +8,11 @@ import shlex
 import sys
 import time
 
-from gptlite.cli import TrainArguments, errors_as_sentences, parse_train
+from gptlite.cli import TrainArguments, exit_on_error, parse_train
 
 
 def main() -> None:
-    with errors_as_sentences(debug="--debug" in sys.argv):
+    with exit_on_error(debug="--debug" in sys.argv):
         train(parse_train(sys.argv[1:]))
 
 
@@ -23,8 +23,7 @@ def train(arguments: TrainArguments) -> None:
     import jax
     import jax.numpy as jnp
 
-    from gptlite.config import SamplingConfig
-    from gptlite.custom import custom_options, load_custom
+    from gptlite.custom import custom_arguments, load_custom
     from gptlite.generation.generate import generate
     from gptlite.models.gpt import make_model
     from gptlite.models.summary import count_parameters, summary
@@ -35,7 +34,7 @@ def train(arguments: TrainArguments) -> None:
     from gptlite.runs.folder import RunFolder
     from gptlite.runs.load import load_tokenizer
     from gptlite.runs.stop import Stop
-    from gptlite.runtime import cpu_devices, set_up_jax
+    from gptlite.runtime import set_up_jax, usable_cpu_devices
     from gptlite.sharding import constrain_parameters, make_mesh, skeleton
     from gptlite.text.batches import Batches
     from gptlite.text.corpus import load_corpus
@@ -55,7 +54,7 @@ def train(arguments: TrainArguments) -> None:
         if not arguments.summary:
             check_free(path, overwrite=arguments.overwrite)
 
-    set_up_jax(cpu_devices(training, mesh_config))
+    set_up_jax(usable_cpu_devices(training, mesh_config))
 
     setting_up = time.perf_counter() - start
     with RunFolder(path) as run:
@@ -83,7 +82,7 @@ def train(arguments: TrainArguments) -> None:
             shapes = eqx.filter_eval_shape(make_model, config.model, tokenizer, key=model_key)
             print(summary(shapes, batch_size=training.batch_size // training.accumulation))
             return
-        # The program runs once, and at the lowest level it compiles in half the time.
+        # The program runs once. XLA's optimization level 0 halves the time to compile it.
         # (`eqx.filter_jit` passes `compiler_options` to `jax.jit`. Its annotations omit it.)
         draw = eqx.filter_jit(  # pyright: ignore[reportCallIssue]
             lambda key: constrain_parameters(make_model(config.model, tokenizer, key=key)),
@@ -109,7 +108,7 @@ def train(arguments: TrainArguments) -> None:
             f"{parameters:,} parameters on {mesh.size} {mesh.devices.flat[0].platform} device(s); "
             f"run folder {path}" + (f", from step {start_at.step}" if start_at else "")
         )
-        custom = custom_options(config.model)
+        custom = custom_arguments(config.model)
         if custom:
             log(f"custom blocks: {shlex.join(custom)}")
 
@@ -136,8 +135,7 @@ def train(arguments: TrainArguments) -> None:
                 sample = ""
                 if val_loss is not None and training.sample_tokens:
                     prompt, keys = jnp.asarray(split.validation[None, :1]), sample_key[None]
-                    length, sampling = training.sample_tokens, SamplingConfig()
-                    ids = generate(progress.model, prompt, length, sampling, keys=keys)
+                    ids = generate(progress.model, prompt, training.sample_tokens, keys=keys)
                     sample = decode(tokenizer, jax.device_get(ids[0]))
                 if progress.log_due:
                     display.update(run.last, sample)
@@ -172,12 +170,12 @@ def train(arguments: TrainArguments) -> None:
         except OSError as error:
             log(f"the curves could not be drawn: {error}")
     # A prompt of characters that the tokenizer knows, for the suggested command.
-    beginning = next(piece for piece in corpus.pieces() if piece)
+    beginning = decode(tokenizer, split.train[:100])
     first_word = (beginning.split() or [beginning])[0]
     prompt = "ROMEO:" if corpus.name == "shakespeare" else first_word[:8]
     command = ["python", "sample.py", "--run", str(path), *custom, f"--prompt={prompt}"]
     log(
-        f"best validation loss {best_val_loss:.4f} nats a token "
+        f"best validation loss {best_val_loss:.4f} nats per token "
         f"({bits_per_byte(best_val_loss, split):.4f} bits per byte) "
         f"after {seconds:.0f} s\n"
         f"weights, metrics and curves are in {path}; now try\n"

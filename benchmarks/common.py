@@ -1,4 +1,4 @@
-"""What the benchmarks share: contenders in processes of their own, run by turns; the machine's
+"""What the benchmarks share: contenders in their own processes, run in alternation; the machine's
 limits; tables."""
 
 import dataclasses
@@ -22,7 +22,7 @@ MakeRound = Callable[..., Round]
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One of the two shapes that all speeds are told for."""
+    """One of the two benchmark shapes."""
 
     model: "ModelConfig"
     batch_size: int
@@ -92,7 +92,7 @@ class Contender:
 
 def _serve(pipe: Connection, make: MakeRound, args: tuple[Any, ...]) -> None:
     work = make(*args)
-    work()  # what is only slow once is not measured
+    work()  # warm-up, not measured
     pipe.send("ready")
     while (asked := pipe.recv()) != "close":
         pipe.send(work() if asked == "round" else memory_now("RssAnon"))
@@ -107,8 +107,8 @@ def memory_now(field: str) -> float:
     return int(kilobytes) / 1024
 
 
-def by_turns(contenders: Sequence[Contender], rounds: int) -> dict[str, list[float]]:
-    """Each contender's seconds a round, measured in alternation: A B C, A B C, ..."""
+def interleave(contenders: Sequence[Contender], rounds: int) -> dict[str, list[float]]:
+    """Each contender's seconds per round, measured in alternation: A B C, A B C, ..."""
     seconds = {contender.name: [] for contender in contenders}
     for _ in range(rounds):
         for contender in contenders:
@@ -117,7 +117,7 @@ def by_turns(contenders: Sequence[Contender], rounds: int) -> dict[str, list[flo
 
 
 def timed(work: Callable[[], Any], repeats: int) -> float:
-    """Seconds of one `work()`, of which `repeats` are done in a row."""
+    """Mean seconds per call of `work`, over `repeats` calls."""
     start = time.perf_counter()
     for _ in range(repeats):
         work()
@@ -125,8 +125,8 @@ def timed(work: Callable[[], Any], repeats: int) -> float:
 
 
 def make_matmul() -> Round:
-    """A float32 product of 1,024 x 1,024 matrices: seconds a FLOP, JAX's or PyTorch's, whichever is
-    faster. The limit that GFLOP/s are set against."""
+    """A float32 product of 1,024 x 1,024 matrices, in seconds per FLOP: the faster of JAX and
+    PyTorch. It is the limit for GFLOP/s."""
     import jax
     import jax.numpy as jnp
     import torch
@@ -141,7 +141,7 @@ def make_matmul() -> Round:
 
 
 def make_memory() -> Round:
-    """Seconds a byte of reading 256 MiB from memory."""
+    """Seconds per byte of reading 256 MiB from memory."""
     import torch
 
     x = torch.ones(2**26)
@@ -153,8 +153,8 @@ def spread(values: Sequence[float], form: str = ",.0f") -> str:
     return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
-def times_the_peer(seconds: dict[str, list[float]], peer: str, name: str, form: str) -> str:
-    """How many times as fast as `peer` the contender `name` was, round by round."""
+def speedup(seconds: dict[str, list[float]], peer: str, name: str, form: str) -> str:
+    """The speed of the contender `name` over that of `peer`, round by round."""
     rounds = zip(seconds[peer], seconds[name], strict=True)
     return spread([theirs / ours for theirs, ours in rounds], form)
 

@@ -1,7 +1,7 @@
 """Generation speed against Hugging Face's `generate`: `python benchmarks/sample_speed.py`.
 
 Both with a key/value cache, top-k 50, float32, from one token to the end of the context. Each
-contender has a process of its own, and they run by turns. Then gptlite's default block.
+contender has a process of its own, and they run in alternation. Then gptlite's default block.
 """
 
 import argparse
@@ -12,14 +12,14 @@ from common import (
     Contender,
     Round,
     Shape,
-    by_turns,
+    interleave,
     make_memory,
     make_shape,
     print_machine,
     print_table,
+    speedup,
     spread,
     timed,
-    times_the_peer,
 )
 
 REPEATS = {"S": 20, "M": 4}
@@ -73,7 +73,7 @@ def compare(name: str, batch_size: int, rounds: int) -> None:
         Contender("gptlite, GPT-2's block", make_round, gpt2, *work, REPEATS[name]),
         Contender("gptlite, default block", make_round, default, *work, REPEATS[name]),
     ]
-    seconds = by_turns(contenders, rounds)
+    seconds = interleave(contenders, rounds)
     peaks = {contender.name: contender.close() for contender in contenders}
     bandwidth = 1 / statistics.median(seconds[limit])
     tokens = batch_size * new_tokens
@@ -81,17 +81,17 @@ def compare(name: str, batch_size: int, rounds: int) -> None:
         [
             contender.name,
             spread([tokens / t for t in seconds[contender.name]]),
-            times_the_peer(seconds, peer, contender.name, ".1f"),
+            speedup(seconds, peer, contender.name, ".1f"),
             f"{peaks[contender.name]:,.0f}",
         ]
         for contender in contenders[1:]
     ]
     print(
         f"{name}, batch {batch_size}, {new_tokens} new tokens, {rounds} rounds; reading each "
-        f"weight once a token from memory ({bandwidth / 1e9:.0f} GB/s) would give "
+        f"weight once per token from memory ({bandwidth / 1e9:.0f} GB/s) would give "
         f"{batch_size * bandwidth / (4 * gpt2.weights):,.0f} tokens/s"
     )
-    print_table(["", "tokens/s", "times the peer", "peak MiB"], rows)
+    print_table(["", "tokens/s", "speedup", "peak MiB"], rows)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Same shape, batch, context and optimizer (AdamW); no dropout. gptlite computes M's gradient in
 parts of 8 windows that it adds up, the peer at once and also in such parts. Each contender has a
-process of its own, and they run by turns. Then the same with gptlite's default block.
+process of its own, and they run in alternation. Then the same with gptlite's default block.
 """
 
 import argparse
@@ -14,14 +14,14 @@ from common import (
     Contender,
     Round,
     Shape,
-    by_turns,
+    interleave,
     make_matmul,
     make_shape,
     print_machine,
     print_table,
+    speedup,
     spread,
     timed,
-    times_the_peer,
 )
 
 # Windows of one micro-batch: about as many as the cores' caches like.
@@ -99,7 +99,7 @@ def compare(name: str, dtype: str, rounds: int) -> None:
     if accumulation > 1:
         made = (huggingface.make_train_round, gpt2, dtype, accumulation, STEPS[name])
         contenders.insert(2, Contender(f"{peer}, in parts", *made))
-    seconds = by_turns(contenders, rounds)
+    seconds = interleave(contenders, rounds)
     peaks = {contender.name: contender.close() for contender in contenders}
     limit_flops = 1 / statistics.median(seconds[limit])
     rows = []
@@ -111,7 +111,7 @@ def compare(name: str, dtype: str, rounds: int) -> None:
             [
                 contender.name,
                 spread([of.tokens / t for t in times]),
-                times_the_peer(seconds, peer, contender.name, ".2f"),
+                speedup(seconds, peer, contender.name, ".2f"),
                 f"{flops / 1e9:.0f}",
                 f"{flops / limit_flops:.2f}",
                 f"{peaks[contender.name]:,.0f}",
@@ -122,7 +122,7 @@ def compare(name: str, dtype: str, rounds: int) -> None:
         f"float32 products here: {limit_flops / 1e9:.0f} GFLOP/s"
     )
     of_limit = "of float32 products"
-    print_table(["", "tokens/s", "times the peer", "GFLOP/s", of_limit, "peak MiB"], rows)
+    print_table(["", "tokens/s", "speedup", "GFLOP/s", of_limit, "peak MiB"], rows)
 
 
 if __name__ == "__main__":

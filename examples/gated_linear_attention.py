@@ -18,6 +18,8 @@ from gptlite.nn.product import widen
 
 
 class GatedLinearAttention(eqx.Module):
+    """Gated linear attention, with the call of `gptlite.nn.Attention`."""
+
     heads: Heads
     gate: Linear
     norm: RMSNorm
@@ -30,21 +32,20 @@ class GatedLinearAttention(eqx.Module):
         self.norm = RMSNorm(self.heads.d_head)
 
     def init_cache(self, batch, capacity, dtype):
-        """The state before the first token: a matrix for each head, whatever the capacity."""
+        """The state before the first token: a float32 matrix per head, for any capacity."""
         d_head, d_model = self.heads.d_head, self.heads.query.weight.shape[-1]
         return jnp.zeros((*batch, d_model // d_head, d_head, d_head))
 
     def __call__(self, x, cache=None, context=WHOLE_SEQUENCE, *, key=None):
-        q, k, v = (self.heads.split(y) for y in self.heads.project(x, fused=cache is None))
+        q, k, v = (self.heads.split(y) for y in self.heads.qkv(x, fused=cache is None))
         q, k, v = widen(q) / self.heads.d_head**0.5, widen(k), widen(v)
         # Gates begin near 0.98: a memory of some 50 tokens.
         log_gate = jnp.swapaxes(jax.nn.log_sigmoid(widen(self.gate(x)) + 4), -1, -2)
         if context.lengths is not None:  # padding leaves the state as it is
             real = (jnp.arange(x.shape[-2]) < context.lengths[..., None])[..., None, :]
             log_gate, k = jnp.where(real, log_gate, 0), jnp.where(real[..., None], k, 0)
-        # All tokens in parallel. What token j has written, token i finds times the gates from j + 1
-        # to i, and what was in the state before, times the gates from 0 to i. For a single token
-        # this is the recurrence itself.
+        # All tokens in parallel: token i reads token j <= i decayed by the gates j + 1 to i, and
+        # the incoming state decayed by the gates 0 to i. For a single token this is the recurrence.
         total = jnp.cumsum(log_gate, axis=-1)
         decay = total[..., :, None] - total[..., None, :]
         causal = jnp.tril(jnp.ones(decay.shape[-2:], bool))
@@ -52,6 +53,6 @@ class GatedLinearAttention(eqx.Module):
         y = (q @ jnp.swapaxes(k, -1, -2) * decay) @ v
         if cache is not None:
             y = y + jnp.exp(total)[..., None] * (q @ cache)
-            left = jnp.exp(total[..., -1:] - total)[..., None]
-            cache = jnp.exp(total[..., -1:])[..., None] * cache + jnp.swapaxes(k * left, -1, -2) @ v
+            k = k * jnp.exp(total[..., -1:] - total)[..., None]  # decayed to the last token
+            cache = jnp.exp(total[..., -1:])[..., None] * cache + jnp.swapaxes(k, -1, -2) @ v
         return self.heads.join(self.norm(y).astype(x.dtype)), cache

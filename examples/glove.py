@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from gptlite.cli import errors_as_sentences
+from gptlite.cli import exit_on_error
 from gptlite.config import ModelConfig, OptimizerConfig, TrainingConfig, require
 from gptlite.models.gpt import GPT
 from gptlite.nn import Embedding
@@ -39,7 +39,7 @@ NEAR = 4
 
 
 def write_vectors(path, ids, words):
-    """One line a word, from the words that stand at most `NEAR` places from it."""
+    """One line per word, from the words that stand at most `NEAR` places from it."""
     near = np.zeros((len(words), len(words)))
     for distance in range(1, NEAR + 1):
         np.add.at(near, (ids[:-distance], ids[distance:]), 1.0)
@@ -63,8 +63,8 @@ def main(
         steps: Training steps.
         seed: Of the models and the batches.
         corpus: Where text comes from; see train.py.
-        vectors: A file of vectors, with as many numbers a word as the model is to be wide. Without
-            it, one is made.
+        vectors: A file of vectors, with as many numbers per word as the model is to be wide.
+        Without it, one is made.
     """
     began = time.perf_counter()
     set_up_jax(cpu_devices=2)
@@ -103,7 +103,7 @@ def main(
 
     def evaluate(model):
         losses, _ = eqx.filter_jit(window_losses)(model, jnp.asarray(held_out[:-1]))
-        return f"validation loss {losses.mean():.4f} nats a word"
+        return f"validation loss {losses.mean():.4f} nats per word"
 
     for name, start, frozen in (
         ("drawn at random", None, False),
@@ -131,5 +131,5 @@ def main(
 
 
 if __name__ == "__main__":
-    with errors_as_sentences():
+    with exit_on_error():
         tyro.cli(main)

@@ -2,11 +2,11 @@
 
     python examples/masked.py
 
-An encoder learns to tell characters that were masked (Devlin et al., 2019, "BERT", section 3.1)
-from what stands before and after them. Then it is left as it is, and a linear probe on the mean of
-its embeddings says which of the ten most frequent speakers a speech belongs to, from its words
-alone. For comparison: the share of the most frequent of them, and the same probe on how often each
-character occurs. The speeches that the probes are tested on are kept from the encoder, too.
+An encoder learns to predict masked characters from both sides (Devlin et al., 2019, "BERT", section
+3.1). Then it is frozen, and a linear probe on the mean of its embeddings predicts which of the ten
+most frequent speakers a speech belongs to, from its words alone. Baselines: the most frequent
+speaker, and the same probe on character counts. The encoder never sees the speeches that the probes
+are tested on.
 """
 
 import collections
@@ -20,7 +20,7 @@ import numpy as np
 import scipy.optimize
 import tyro
 
-from gptlite.cli import errors_as_sentences
+from gptlite.cli import exit_on_error
 from gptlite.config import ModelConfig, OptimizerConfig, TrainingConfig, require
 from gptlite.models.encoder import Encoder
 from gptlite.models.summary import count_parameters
@@ -37,7 +37,7 @@ MASKED = 0.15
 
 
 class MaskedLM(eqx.Module):
-    """An encoder, and a head that tells what stands at a place."""
+    """An encoder with a head that predicts the character at each position."""
 
     encoder: Encoder
     head: Linear
@@ -58,14 +58,14 @@ def lengths_of(ids):
 
 
 def losses(model, batch, *, label_smoothing, key):
-    """`[batch, seq]`, of which `counts` says which are asked for."""
+    """`[batch, seq]`; `loss_mask` selects the masked positions."""
     ids, targets = batch["ids"], batch["targets"]
     logits = model(ids, key=key)
     return cross_entropy(logits, jnp.maximum(targets, 0), label_smoothing)
 
 
-def counts(batch):
-    """The places that were masked."""
+def loss_mask(batch):
+    """True at masked positions."""
     return batch["targets"] >= 0
 
 
@@ -111,7 +111,7 @@ def probe(features, labels, test_features, test_labels):
 
 
 def main(steps: int = 1000, seed: int = 0, corpus: str = "shakespeare") -> None:
-    """Masked characters, and what the encoder that fills them in knows of the speaker.
+    """Train on masked characters, then predict the speaker from the embeddings.
 
     Args:
         steps: Training steps.
@@ -153,19 +153,19 @@ def main(steps: int = 1000, seed: int = 0, corpus: str = "shakespeare") -> None:
     config = ModelConfig(n_layers=3, n_heads=4, d_model=128, d_ff=256, context_length=CONTEXT)
     model = MaskedLM(config, vocab, key=jax.random.key(seed))
     print(f"{count_parameters(model):,} parameters")
-    asked = mask(np.random.default_rng(seed), held_out, vocab)
+    masked_test = mask(np.random.default_rng(seed), held_out, vocab)
 
     @eqx.filter_jit
     def guesses(model, ids):
         return in_parts(lambda ids: jnp.argmax(model(ids), axis=-1), ids)
 
     def evaluate(model):
-        found, targets = guesses(model, jnp.asarray(asked["ids"])), asked["targets"]
+        found, targets = guesses(model, jnp.asarray(masked_test["ids"])), masked_test["targets"]
         right = np.asarray(found)[targets >= 0] == targets[targets >= 0]
         return f"of masked characters in unseen speeches right: {right.mean():.1%}"
 
     model = train(
-        model, losses, batch, OptimizerConfig(), training, counts=counts, evaluate=evaluate
+        model, losses, batch, OptimizerConfig(), training, loss_mask=loss_mask, evaluate=evaluate
     )
 
     @eqx.filter_jit
@@ -198,5 +198,5 @@ def main(steps: int = 1000, seed: int = 0, corpus: str = "shakespeare") -> None:
 
 
 if __name__ == "__main__":
-    with errors_as_sentences():
+    with exit_on_error():
         tyro.cli(main)

@@ -1,9 +1,9 @@
-"""Ten digits in; out comes the sequence reversed, every even repetition of a digit an X.
+"""Ten digits in, the reversed sequence out; every second occurrence of a digit becomes X.
 
     python examples/reverse.py
 
-`0 1 5 9 0 3 5 2 5` gives `5 2 X 3 X 9 5 1 0`: the second 0 and the second 5, counted from the left,
-are X, and the third 5 is a 5 again. The encoder has to count; the decoder has to walk backwards.
+`0 1 5 9 0 3 5 2 5 7` gives `7 5 2 X 3 X 9 5 1 0`: from the left, the second 0 and the second 5
+become X, and the third 5 stays. The encoder has to count, and the decoder has to read backwards.
 Pre-norm, ReLU² and Muon, as in the presets of train.py, with separate tables for source and target.
 """
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from gptlite.cli import errors_as_sentences
+from gptlite.cli import exit_on_error
 from gptlite.config import ModelConfig, OptimizerConfig, TrainingConfig
 from gptlite.generation.beam_search import beam_search
 from gptlite.models.seq2seq import Seq2Seq, shift_right
@@ -29,9 +29,9 @@ UNSEEN = 10_000
 
 
 def answer(digits):
-    """`[batch, seq]` to the same: what should come out."""
+    """The targets, `[batch, seq]`."""
     same = digits[:, :, None] == digits[:, None, :]
-    times = np.tril(same).sum(-1)  # that the digit has been seen, this time included
+    times = np.tril(same).sum(-1)  # occurrences of the digit so far, this one included
     return np.where(times % 2 == 0, X, digits)[:, ::-1]
 
 
@@ -51,7 +51,7 @@ def losses(model, batch, *, label_smoothing, key):
 
 
 def main(steps: int = 2000, seed: int = 0) -> None:
-    """Ten digits in; out comes the sequence reversed, every even repetition of a digit an X.
+    """Ten digits in, the reversed sequence out; every second occurrence of a digit becomes X.
 
     Args:
         steps: Training steps.
@@ -63,12 +63,12 @@ def main(steps: int = 2000, seed: int = 0) -> None:
         steps=steps, batch_size=128, eval_every=250, seed=seed, compute_dtype="float32"
     )
     unseen = np.random.default_rng(seed).integers(10, size=(UNSEEN, DIGITS))
-    kept = number(unseen)
+    held_out = number(unseen)
 
     def batch(step):
         random = np.random.default_rng([seed, step])
         digits = random.integers(10, size=(training.batch_size, DIGITS))
-        while (found := np.isin(number(digits), kept)).any():
+        while (found := np.isin(number(digits), held_out)).any():
             digits[found] = random.integers(10, size=(found.sum(), DIGITS))
         targets = with_end(answer(digits))
         return {"source": digits.astype(np.int32), "targets": targets.astype(np.int32)}
@@ -101,5 +101,5 @@ def main(steps: int = 2000, seed: int = 0) -> None:
 
 
 if __name__ == "__main__":
-    with errors_as_sentences():
+    with exit_on_error():
         tyro.cli(main)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from gptlite.cli import errors_as_sentences
+from gptlite.cli import exit_on_error
 from gptlite.config import OptimizerConfig, TrainingConfig, require
 from gptlite.generation.beam_search import beam_search
 from gptlite.models.seq2seq import Seq2Seq, shift_right
@@ -61,13 +61,13 @@ def lengths_of(ids):
 
 
 def losses(model, batch, *, label_smoothing, key):
-    """`[batch, seq]`, padding included, which `counts` leaves out."""
+    """`[batch, seq]`, padding included, which `loss_mask` leaves out."""
     source, targets = batch["source"], batch["targets"]
     logits = model(source, shift_right(targets, START), source_lengths=lengths_of(source), key=key)
     return cross_entropy(logits, jnp.maximum(targets, 0), label_smoothing)
 
 
-def counts(batch):
+def loss_mask(batch):
     """All but padding."""
     return batch["targets"] >= 0
 
@@ -95,7 +95,7 @@ def main(steps: int = 2000, seed: int = 0, corpus: str = "auto") -> None:
     require(len(words) > 2 * UNSEEN, f"{corpus} has {len(words):,} words; more are needed.")
     words = np.random.default_rng(seed).permutation(words)
     unseen, seen = words[:UNSEEN].tolist(), words[UNSEEN:]
-    kept = set(unseen)
+    held_out = set(unseen)
 
     def batch(step):
         """Half of them words, half of them made up: those cannot be guessed and must be read."""
@@ -104,7 +104,7 @@ def main(steps: int = 2000, seed: int = 0, corpus: str = "auto") -> None:
         made_up: list[str] = []
         while len(made_up) < half:
             word = "".join(random.choice(list(LETTERS), size=random.integers(1, LONGEST + 1)))
-            if word not in kept:
+            if word not in held_out:
                 made_up.append(word)
         words = [*made_up, *random.choice(seen, size=half)]
         targets = np.pad(ids_of(rot13(words)), ((0, 0), (0, 1)), constant_values=-1)
@@ -133,11 +133,11 @@ def main(steps: int = 2000, seed: int = 0, corpus: str = "auto") -> None:
     def evaluate(model):
         return f"exactly right of {UNSEEN:,} unseen words: {right(model, beam=1):.1%}"
 
-    model = train(model, losses, batch, optimizer, training, counts=counts, evaluate=evaluate)
+    model = train(model, losses, batch, optimizer, training, loss_mask=loss_mask, evaluate=evaluate)
     print(f"with a beam of 4: {right(model, beam=4):.1%}")
     print(f"{time.perf_counter() - began:.0f} s")
 
 
 if __name__ == "__main__":
-    with errors_as_sentences():
+    with exit_on_error():
         tyro.cli(main)

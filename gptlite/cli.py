@@ -1,4 +1,4 @@
-"""The command lines of the scripts, and how errors end them."""
+"""The command lines of the scripts, and how they report errors."""
 
 import contextlib
 import dataclasses
@@ -178,35 +178,38 @@ def parse_train(argv: Sequence[str]) -> TrainArguments:
     """`train.py`'s command line. `argv` is without the program's name."""
     # The run that is resumed gives the other settings their defaults, so it is read first.
     first, _ = tyro.cli(_ResumeOnly, args=argv, add_help=False, return_unknown_args=True)
-    has_preset = bool(argv) and argv[0] in PRESETS
-    preset = argv[0] if has_preset else DEFAULT_PRESET
-    if first.resume is None:
-        default = TrainArguments(preset, config=PRESETS[preset][1])  # pyright: ignore[reportArgumentType]
-        arguments = tyro.cli(TrainArguments, args=argv, default=default)
-        if arguments.preset != preset:
-            raise UserError(f"The preset comes first: python train.py {arguments.preset} ...")
-        return arguments
-    before = load_config(find_run(first.resume) / "config.json")
-    not_named = dict.fromkeys(custom_blocks(before.model), NOT_NAMED)
-    unnamed = dataclasses.replace(before, model=dataclasses.replace(before.model, **not_named))
-    arguments = tyro.cli(TrainArguments, args=argv, default=TrainArguments(config=unnamed))
+    preset = argv[0] if argv and argv[0] in PRESETS else DEFAULT_PRESET
+    if first.resume is not None:
+        return _parse_resume(argv, load_config(find_run(first.resume) / "config.json"))
+    default = TrainArguments(preset, config=PRESETS[preset][1])  # pyright: ignore[reportArgumentType]
+    arguments = tyro.cli(TrainArguments, args=argv, default=default)
+    if arguments.preset != preset:
+        raise UserError(f"The preset comes first: python train.py {arguments.preset} ...")
+    return arguments
+
+
+def _parse_resume(argv: Sequence[str], saved: Config) -> TrainArguments:
+    """The command line that resumes a run with the config `saved`. Its custom blocks have a
+    placeholder as their default, so that a block that is not named again is noticed."""
+    placeholders = dict.fromkeys(custom_blocks(saved.model), NOT_NAMED)
+    default = dataclasses.replace(saved, model=dataclasses.replace(saved.model, **placeholders))
+    arguments = tyro.cli(TrainArguments, args=argv, default=TrainArguments(config=default))
+    has_preset = argv[0] in PRESETS or arguments.preset != DEFAULT_PRESET
     for given, option in (
         (arguments.run, "--run"),
         (arguments.overwrite, "--overwrite"),
-        (has_preset or arguments.preset != DEFAULT_PRESET, f"the preset {arguments.preset}"),
+        (has_preset, f"the preset {arguments.preset}"),
     ):
         if given:
             raise UserError(
                 f"A run that is resumed keeps its name and settings: leave {option} out."
             )
-    named = {field: getattr(arguments.config.model, field) for field in not_named}
-    named = {field: value for field, value in named.items() if value != NOT_NAMED}
-    before = resolve_custom(before, named)
-    model = dataclasses.replace(
-        arguments.config.model, **{field: getattr(before.model, field) for field in not_named}
-    )
-    config = dataclasses.replace(arguments.config, model=model)
-    require_resumable(before, config)
+    model = arguments.config.model
+    named = {field: x for field in placeholders if (x := getattr(model, field)) != NOT_NAMED}
+    saved = resolve_custom(saved, named)
+    blocks = {field: getattr(saved.model, field) for field in placeholders}
+    config = dataclasses.replace(arguments.config, model=dataclasses.replace(model, **blocks))
+    require_resumable(saved, config)
     return dataclasses.replace(arguments, config=config)
 
 
@@ -263,7 +266,7 @@ def _changed(config: Config, settings: Sequence[str]) -> Config:
 
 
 @contextlib.contextmanager
-def errors_as_sentences(debug: bool = False) -> Iterator[None]:
+def exit_on_error(debug: bool = False) -> Iterator[None]:
     """A `UserError` inside ends the program with its sentence on standard error and code 2; Ctrl-C
     and a closed pipe (`| head`) end it quietly. With `debug`, an error's traceback comes
     before its sentence."""
@@ -283,8 +286,9 @@ def errors_as_sentences(debug: bool = False) -> Iterator[None]:
         if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
         _end(
-            "this does not fit into memory; make the model or the batch smaller, or raise "
-            "--training.accumulation.",
+            "this does not fit into memory: use a smaller model or batch, or less at once "
+            "(train.py: --training.accumulation; sample.py: --num-samples; compare.py: "
+            "--seeds-at-once).",
             debug,
         )
 

@@ -38,8 +38,8 @@ MAX_INT32 = 2**31 - 1
 
 @dataclass(frozen=True)
 class Between:
-    """The bounds of a number, in `Annotated`: from `low` to `high`, both included, or with `above`
-    without `low`. NaN and infinity are never within bounds."""
+    """Bounds of a number, for `Annotated`: `low <= value <= high`, with `above` `low < value`. NaN
+    and infinity are out of bounds."""
 
     low: float
     high: float = math.inf
@@ -58,26 +58,26 @@ class Between:
 
 
 @dataclass(frozen=True)
-class Variants:
+class BlockNames:
     """The names of blocks that a field may have, in `Annotated`; with `custom`, also the name of a
-    custom block. The block's own options may follow the name: see `split_variant`."""
+    custom block. The block's own options may follow the name: see `split_options`."""
 
     names: tuple[str, ...]
     custom: bool = True
 
     def check(self, name: str, value: Any) -> None:
         """**Raises:** `UserError` if `value` names none of these."""
-        variant, _ = split_variant(value)
+        block, _ = split_options(value)
         more = ", or FILE.py:CLASS for a custom block" if self.custom else ""
         require(
-            variant in self.names or (self.custom and is_custom(variant)),
+            block in self.names or (self.custom and is_custom(block)),
             f"{name} must be one of {', '.join(self.names)}{more}, got {value!r}.",
         )
 
 
 def check_value(name: str, value: Any, kind: Any) -> None:
-    """Check `value` against an annotation: its type (an int is a float, a bool is no int), the
-    choices of a `Literal`, and the bounds in an `Annotated`.
+    """Check `value` against an annotation: its type (an int passes as a float, a bool does not
+    pass as an int), the choices of a `Literal`, and the bounds in an `Annotated`.
 
     **Raises:** `UserError`, which names what would be right.
     """
@@ -99,7 +99,7 @@ def check_value(name: str, value: Any, kind: Any) -> None:
         f"{name} must be {words}, got {value!r}.",
     )
     for note in notes:  # others may be tyro's
-        if isinstance(note, Between | Variants):
+        if isinstance(note, Between | BlockNames):
             note.check(name, value)
 
 
@@ -111,16 +111,17 @@ def check_fields(section: str, config: Any) -> None:
 
 # The name of a block, with its own options; in Python, also the class of a custom block.
 if TYPE_CHECKING:
-    Variant = str | type
+    BlockChoice = str | type
 else:
-    Variant = str
+    BlockChoice = str
 # Loaded custom blocks, by their name in a config.
 CUSTOM: dict[str, type] = {}
-# The fields of `ModelConfig` that choose a block.
-VARIANT_FIELDS = ("block", "norm", "attention", "mlp")
+# The fields of `ModelConfig` that take a custom block.
+CUSTOM_FIELDS = ("block", "norm", "attention", "mlp")
+MLPS = ("gelu", "silu", "relu", "relu2", "tanh", "sigmoid", "identity", "swiglu", "geglu", "moe")
 
 
-def split_variant(value: Variant) -> tuple[str, Mapping[str, str]]:
+def split_options(value: BlockChoice) -> tuple[str, Mapping[str, str]]:
     """A block and its own options: of `moe:n_experts=8:balance_loss=0.1`, `moe` and a dict of two
     strings; of `FILE.py:CLASS:rank=4`, `FILE.py:CLASS` and a dict of one."""
     name, *options = re.split(r":(?=\w+=)", str(value))
@@ -156,7 +157,7 @@ class DataConfig:
     `tiktoken:gpt2`."""
 
     validation_tokens: Annotated[int, Between(2, MAX_INT32)] = 1_000_000
-    """Validate on at most this many tokens, the first of the text's last 10 %."""
+    """Validate on at most this many tokens, from the start of the last 10 % of the text."""
 
     def __post_init__(self):
         check_fields("data.", self)
@@ -184,39 +185,32 @@ class ModelConfig:
 
     d_ff: Annotated[int | None, Between(1, 10_000_000)] = None
     """Width inside the MLP. None: 4 d_model, or for swiglu and geglu, which have a third matrix,
-    8/3 d_model rounded up to a multiple of 8. With moe: of all experts of a token together."""
+    8/3 d_model rounded up to a multiple of 8. With moe: the widths of a token's experts added
+    up."""
 
     context_length: Annotated[int, Between(1, 10_000_000)] = 256
-    """The maximal number of tokens that the model attends to, in training and in generation."""
+    """Maximum number of tokens that the model attends to, in training and in generation."""
 
-    block: Annotated[Variant, Variants(("pre", "post", "sandwich", "parallel"))] = "pre"
+    block: Annotated[BlockChoice, BlockNames(("pre", "post", "sandwich", "parallel"))] = "pre"
     """Where the norms are: before attention and MLP (pre), after the residual additions (post), on
     both sides (sandwich), or one before attention and MLP in parallel (parallel)."""
 
-    norm: Annotated[Variant, Variants(("rms", "layer", "dyt"))] = "rms"
+    norm: Annotated[BlockChoice, BlockNames(("rms", "layer", "dyt"))] = "rms"
     """RMSNorm, LayerNorm or DyT, in the blocks and before the head."""
 
-    attention: Annotated[Variant, Variants(("full", "sliding"))] = "full"
-    """What a token attends to: all tokens before it (full), or the last 64 (sliding, with the
-    option window). Option of both: value_residual=true adds the first layer's values to every
-    layer's."""
+    attention: Annotated[BlockChoice, BlockNames(("full", "sliding"))] = "full"
+    """What a token attends to: itself and all earlier tokens (full), or the last 64 including
+    itself (sliding, with the option window). Option of both: value_residual=true adds the first
+    layer's values to every layer's."""
 
-    mlp: Annotated[
-        Variant,
-        Variants(
-            (
-                *("gelu", "silu", "relu", "relu2", "tanh", "sigmoid", "identity"),
-                *("swiglu", "geglu", "moe"),
-            )
-        ),
-    ] = "relu2"
+    mlp: Annotated[BlockChoice, BlockNames(MLPS)] = "relu2"
     """The MLP's activation; swiglu and geglu add a gate; moe is a mixture of relu2 experts (options
     n_experts=4, experts_per_token=2, balance_loss=0.01: the weight of the loss that keeps the
     experts equally busy)."""
 
     positions: Annotated[
         str,
-        Variants(("rotary", "learned", "sinusoidal", "alibi", "relative", "none"), custom=False),
+        BlockNames(("rotary", "learned", "sinusoidal", "alibi", "relative", "none"), custom=False),
     ] = "rotary"
     """How the model knows the positions of tokens. alibi and relative (options buckets=32,
     max_distance=128) add to attention's scores by distance."""
@@ -250,16 +244,16 @@ class ModelConfig:
     attention."""
 
     init: Literal["zero", "gpt2"] = "zero"
-    """zero: matrices scaled by their input width; those that write to the residual stream (unless
-    a norm follows) or the logits start at zero. gpt2: standard deviation 0.02, residual writers /
-    sqrt(2 n_layers)."""
+    """zero: standard deviation 1 / sqrt(d_model); matrices that write to the residual stream
+    (except with block sandwich) and the head start at zero. gpt2: standard deviation 0.02, residual
+    writers / sqrt(2 n_layers)."""
 
     stack: Literal["unrolled", "scan"] = "unrolled"
     """Train the layers one by one (fastest to run on a CPU) or by lax.scan (fastest to compile).
     The result is the same."""
 
     def __post_init__(self):
-        for name in VARIANT_FIELDS:
+        for name in CUSTOM_FIELDS:
             if isinstance(block := getattr(self, name), type):  # in Python, the class itself
                 object.__setattr__(self, name, custom_name(block))
                 CUSTOM[custom_name(block)] = block
@@ -274,7 +268,7 @@ class ModelConfig:
             f"model.n_heads must be a multiple of model.n_kv_heads, got n_heads {self.n_heads} "
             f"and n_kv_heads {self.n_kv_heads}.",
         )
-        positions, _ = split_variant(self.positions)
+        positions, _ = split_options(self.positions)
         require(
             positions != "rotary" or self.d_head % 2 == 0,
             "Rotary positions rotate pairs of channels, so d_model / n_heads must be even, got "
@@ -297,7 +291,7 @@ class ModelConfig:
         if self.d_ff is not None:
             return self.d_ff
         gated = self.mlp in ("swiglu", "geglu")
-        return -(-8 * self.d_model // 3 // 8) * 8 if gated else 4 * self.d_model
+        return 8 * math.ceil(self.d_model / 3) if gated else 4 * self.d_model
 
 
 @dataclass(frozen=True)
@@ -315,9 +309,9 @@ class OptimizerConfig:
     """With muon: peak learning rate of embedding, head, gains and biases."""
 
     schedule: Literal["cosine", "linear", "constant", "wsd", "noam"] = "wsd"
-    """After the warm-up: cosine or straight line down to the end, constant, warm-up-stable-decay
-    (constant, then a straight line down), or noam (as 1 / sqrt(step); its peak in Vaswani et al.,
-    2017, eq. 3, is 1 / sqrt(d_model * warm-up steps))."""
+    """After warm-up: cosine or linear decay to the end; constant; wsd (constant, then linear
+    decay); noam (1 / sqrt(step); for the peak of Vaswani et al., 2017, set the learning rate to 1 /
+    sqrt(d_model * warm-up steps))."""
 
     warmup_fraction: Annotated[float, Between(0.0, 1.0)] = 0.03
     """Share of all steps over which the learning rate rises to its peak."""
@@ -377,8 +371,8 @@ class TrainingConfig:
     each operation over both. The environment variable JAX_NUM_CPU_DEVICES overrides this."""
 
     log_every: Annotated[int, Between(1, MAX_INT32)] = 20
-    """Write a line of metrics after this many steps. They are one compiled call if they take at
-    most two seconds."""
+    """Write a line of metrics after this many steps. These steps run as one compiled call if they
+    take at most two seconds."""
 
     eval_every: Annotated[int, Between(1, MAX_INT32)] = 400
     """Evaluate, and print a sample, after this many steps and at the end."""
@@ -391,7 +385,7 @@ class TrainingConfig:
     A killed run loses the steps since the last checkpoint."""
 
     keep: Annotated[int, Between(1, MAX_INT32)] = 2
-    """How many checkpoints to keep, the last ones. (The best weights are kept in addition.)"""
+    """Keep this many of the newest checkpoints, and the best weights."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What to do when a loss or a gradient is not finite. stop: end the run, and save the batch.
@@ -412,7 +406,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """How devices share the work. All other devices take rows of the batch."""
+    """How devices share the work. The batch is divided among groups of `tensor` devices."""
 
     fsdp: Annotated[int, Between(1, MAX_INT32)] = 1
     """Devices that share a batch, each with a part of every matrix, gathered layer by layer. For

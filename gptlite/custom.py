@@ -17,25 +17,25 @@ from pathlib import Path
 
 from gptlite.config import (
     CUSTOM,
-    VARIANT_FIELDS,
+    CUSTOM_FIELDS,
+    BlockChoice,
     Config,
     ModelConfig,
     UserError,
-    Variant,
     custom_name,
     is_custom,
     require,
-    split_variant,
+    split_options,
 )
 
 
 def custom_blocks(config: ModelConfig) -> dict[str, str]:
     """The custom blocks in `config`, with their options, by their field."""
-    fields = {field: str(getattr(config, field)) for field in VARIANT_FIELDS}
-    return {field: value for field, value in fields.items() if is_custom(split_variant(value)[0])}
+    fields = {field: str(getattr(config, field)) for field in CUSTOM_FIELDS}
+    return {field: value for field, value in fields.items() if is_custom(split_options(value)[0])}
 
 
-def custom_options(config: ModelConfig) -> list[str]:
+def custom_arguments(config: ModelConfig) -> list[str]:
     """The command-line arguments that name the custom blocks of `config`."""
     named = custom_blocks(config).items()
     return [word for field, value in named for word in (f"--model.{field}", value)]
@@ -49,7 +49,7 @@ def load_custom(config: ModelConfig) -> None:
     built from `(config, *, key)`.
     """
     for value in custom_blocks(config).values():
-        name, _ = split_variant(value)
+        name, _ = split_options(value)
         block = CUSTOM[name] if name in CUSTOM else load_class(name)
         try:
             inspect.signature(block).bind(config, key=None)
@@ -60,7 +60,7 @@ def load_custom(config: ModelConfig) -> None:
         CUSTOM[name] = block
 
 
-def resolve_custom(config: Config, names: Mapping[str, Variant]) -> Config:
+def resolve_custom(config: Config, names: Mapping[str, BlockChoice]) -> Config:
     """`config`, read from a run, with its custom blocks as named in `names`. A run may come from a
     stranger, so only the user decides which code is executed.
 
@@ -70,15 +70,15 @@ def resolve_custom(config: Config, names: Mapping[str, Variant]) -> Config:
     made_with, named = custom_blocks(config.model), {}
     for field, value in made_with.items():
         again = str(getattr(given, field)) if field in names else ""
-        name, options = split_variant(again)
-        old_name, old_options = split_variant(value)
+        name, options = split_options(again)
+        old_name, old_options = split_options(value)
         # The file may be elsewhere, and the options need not be repeated.
         same_class = name.rpartition(":")[2] == old_name.rpartition(":")[2]
         if not again or not same_class or (options and options != old_options):
             but = f" instead of {again}" if again else ""
             raise UserError(
                 f"The run was made with {value}, which is not gptlite's own code and is executed "
-                f"only if the command names it: {shlex.join(custom_options(config.model))}{but}."
+                f"only if the command names it: {shlex.join(custom_arguments(config.model))}{but}."
             )
         named[field] = name + value.removeprefix(old_name)
     for field in names.keys() - made_with.keys():
@@ -90,11 +90,11 @@ def resolve_custom(config: Config, names: Mapping[str, Variant]) -> Config:
 
 
 def custom_sources(config: ModelConfig) -> dict[str, bytes]:
-    """The files that the custom blocks of `config`, loaded, are in, by name."""
+    """The source files of the loaded custom blocks of `config`, by file name."""
     found = {}
     for value in custom_blocks(config).values():
         with contextlib.suppress(TypeError, OSError):  # no file: the class was typed at a prompt
-            file = Path(inspect.getfile(CUSTOM[split_variant(value)[0]]))
+            file = Path(inspect.getfile(CUSTOM[split_options(value)[0]]))
             found[file.name] = file.read_bytes()
     return found
 

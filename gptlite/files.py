@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from filelock import BaseFileLock, FileLock, Timeout
+from filelock import AcquireReturnProxy, FileLock, Timeout
 
 from gptlite.config import UserError, require
 
@@ -19,18 +19,17 @@ def check_folder_name(option: str, name: str) -> None:
     )
 
 
-def lock(path: Path, busy: str) -> BaseFileLock:
-    """The locked file `path`. The system releases the lock with its process, if not before.
+def lock(path: Path, busy: str) -> AcquireReturnProxy:
+    """Lock the file `path`: a context manager, whose exit releases the lock. The system releases
+    it when the process ends.
 
     **Raises:** `UserError` with the message `busy` if another process holds it; `OSError`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    held = FileLock(path, timeout=0)
     try:
-        held.acquire()
+        return FileLock(path, timeout=0).acquire()
     except Timeout:
         raise UserError(busy) from None
-    return held
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

@@ -60,7 +60,10 @@ _S = dataclasses.replace(
 _M = dataclasses.replace(_S, n_layers=6, n_heads=6, d_model=384, context_length=256)
 
 PRESETS: dict[str, tuple[str, Config]] = {
-    "quick": ("the default: a minute or two on two CPU cores", Config(model=ModelConfig(d_ff=256))),
+    "quick": (
+        "the default preset: a minute or two on two CPU cores",
+        Config(model=ModelConfig(d_ff=256)),
+    ),
     "laptop": (
         "twice as deep, for a few minutes",
         Config(

@@ -1,5 +1,6 @@
 """The arrays in a pytree, and their names."""
 
+import re
 from typing import Any
 
 import jax
@@ -11,5 +12,10 @@ def is_array(x: Any) -> bool:
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """A path in a pytree, as `stack.blocks.attention.heads.query.weight`."""
+    """A path in a pytree, e.g. `stack.blocks.attention.heads.query.weight`."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def is_stacked(name: str) -> bool:
+    """Whether the array with the path `name` has a leading axis of layers: it is in a `Stack`."""
+    return re.search(r"(^|\.)blocks\.(?!\d)", name) is not None

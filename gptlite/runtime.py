@@ -8,9 +8,8 @@ from pathlib import Path
 from gptlite.config import MeshConfig, TrainingConfig
 
 
-def cpu_devices(training: TrainingConfig, mesh: MeshConfig) -> int:
-    """The devices to make of a CPU: `training.cpu_devices`, or fewer if those could not share a
-    batch evenly."""
+def usable_cpu_devices(training: TrainingConfig, mesh: MeshConfig) -> int:
+    """`training.cpu_devices`, reduced so that the devices share a batch evenly."""
     rows = training.batch_size // training.accumulation
     return mesh.tensor * math.gcd(max(1, training.cpu_devices // mesh.tensor), rows)
 

@@ -1,4 +1,4 @@
-"""The mesh of devices, and how arrays are spread over it.
+"""The mesh of devices, and how arrays are sharded over it.
 
 All other code computes on whole arrays, as if there were one device. A mesh has three axes:
 
@@ -13,7 +13,6 @@ are, and to a few constraints in the model. Without a mesh, the constraints do n
 """
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -24,15 +23,15 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Array
 
 from gptlite.config import UserError
-from gptlite.pytrees import path_name
+from gptlite.pytrees import is_stacked, path_name
 
 T = TypeVar("T")
 
 AXES = ("data", "fsdp", "tensor")
 # Models trained side by side, each on one device: see `seeds_mesh`.
 SEEDS = "seeds"
-# The axes of the mesh over which an axis of an array is spread.
-SPREAD = {"batch": ("data", "fsdp"), "heads": "tensor", "vocab": "tensor", "all": AXES}
+# The axes of the mesh over which an axis of an array is sharded.
+MESH_AXES = {"batch": ("data", "fsdp"), "heads": "tensor", "vocab": "tensor", "all": AXES}
 
 # Matrices `[d_out, d_in]`, by their module. Those that read the residual stream are cut along their
 # outputs, those that write to it along their inputs. So a tensor-parallel branch needs one sum, at
@@ -78,13 +77,12 @@ def check_rows(mesh: Mesh | AbstractMesh, rows: int) -> None:
 
 
 def parameter_spec(path: str, shape: Sequence[int], mesh: Any) -> PartitionSpec:
-    """How the parameter at `path` of a model, or the optimizer's state for it, is spread.
+    """How the parameter at `path` of a model, or the optimizer's state for it, is sharded.
 
     Matrices are cut over `fsdp` and `tensor`, along axes that these divide. Vectors are not cut. In
     a `Stack`, the axis of layers comes first.
     """
-    stacked = 1 if re.search(r"(^|\.)blocks\.(?!\d)", path) else 0
-    if len(shape) - stacked < 2:
+    if len(shape) - is_stacked(path) < 2:
         return PartitionSpec()
     module = next((name for name in path.split(".")[-2::-1] if not name.isdigit()), "")
     cut = (None, "fsdp")
@@ -96,19 +94,19 @@ def parameter_spec(path: str, shape: Sequence[int], mesh: Any) -> PartitionSpec:
 
 
 def place(tree: T, mesh: Mesh) -> T:
-    """`tree`, a model or a training state, spread over `mesh`."""
-    return _spread(tree, mesh, jax.device_put)
+    """`tree`, a model or a training state, sharded over `mesh`."""
+    return _shard(tree, mesh, jax.device_put)
 
 
 def place_seeds(tree: T, mesh: Mesh) -> T:
-    """`tree`, whose arrays begin with an axis of seeds, spread over a `seeds_mesh`."""
+    """`tree`, whose arrays begin with an axis of seeds, sharded over a `seeds_mesh`."""
     return eqx.filter_shard(tree, NamedSharding(mesh, PartitionSpec(SEEDS)))
 
 
 def place_batches(tree: T, mesh: Mesh) -> T:
-    """Batches `[steps, batch, ...]` with their rows spread over `mesh`; of a `seeds_mesh`,
+    """Batches `[steps, batch, ...]` with their rows sharded over `mesh`; of a `seeds_mesh`,
     `[steps, seeds, batch, ...]`."""
-    rows = SEEDS if SEEDS in mesh.shape else SPREAD["batch"]
+    rows = SEEDS if SEEDS in mesh.shape else MESH_AXES["batch"]
     return jax.device_put(tree, NamedSharding(mesh, PartitionSpec(None, rows)))
 
 
@@ -128,31 +126,34 @@ def local(tree: T) -> T:
 def skeleton(tree: T) -> T:
     """`tree` with the shapes, dtypes and shardings of its arrays in place of the arrays."""
 
-    def shape(x):
-        is_array = isinstance(x, jax.Array)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) if is_array else x
-
-    return jax.tree.map(shape, tree)
+    return jax.tree.map(
+        lambda x: (
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+            if isinstance(x, jax.Array)
+            else x
+        ),
+        tree,
+    )
 
 
 # The functions below are for code that is compiled for the mesh that `jax.set_mesh` sets.
 
 
 def constrain(x: Array, *axes: str | None) -> Array:
-    """`x` with its last axes spread as `axes` say: names in `SPREAD`, or None. An axis that the
-    devices do not divide evenly is not spread."""
+    """`x` with its last axes sharded as `axes` say: names in `MESH_AXES`, or None. An axis that the
+    devices do not divide evenly is not sharded."""
     mesh = _mesh()
     if mesh is None:
         return x
     wanted = (*(None,) * (x.ndim - len(axes)), *axes[max(0, len(axes) - x.ndim) :])
-    names = [None if axis is None else SPREAD[axis] for axis in wanted]
+    names = [None if axis is None else MESH_AXES[axis] for axis in wanted]
     return jax.lax.with_sharding_constraint(x, _spec(names, x.shape, mesh))
 
 
 def constrain_parameters(tree: T) -> T:
-    """`tree`, inside a compiled function, spread as `place` spreads it."""
+    """`tree`, inside a compiled function, sharded as `place` does it."""
     mesh = _mesh()
-    return tree if mesh is None else _spread(tree, mesh, jax.lax.with_sharding_constraint)
+    return tree if mesh is None else _shard(tree, mesh, jax.lax.with_sharding_constraint)
 
 
 def gathered(module: T, path: str) -> T:
@@ -173,7 +174,7 @@ def gathered(module: T, path: str) -> T:
 
 
 def map_over_devices(function: Callable[[Array], Array], x: Array) -> Array:
-    """`function(x)` with the first axis spread over all devices. The function must treat each
+    """`function(x)` with the first axis sharded over all devices. The function must treat each
     `x[i]` independently."""
     mesh = _mesh()
     if mesh is None:
@@ -188,13 +189,13 @@ def map_over_devices(function: Callable[[Array], Array], x: Array) -> Array:
     return constrain(y, None, *rest)[:count]
 
 
-def is_spread(axis: str) -> bool:
+def is_sharded(axis: str) -> bool:
     """Whether there are several devices along an axis of the mesh."""
     mesh = _mesh()
     return mesh is not None and mesh.shape[axis] > 1
 
 
-def row_parts(rows: int) -> int:
+def n_row_shards(rows: int) -> int:
     """The number of equal parts of `rows` on the devices; 1 if the devices do not divide it."""
     mesh = _mesh()
     parts = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
@@ -215,7 +216,7 @@ def _mesh() -> Any:
     return mesh if math.prod(mesh.shape[axis] for axis in AXES) > 1 else None
 
 
-def _spread(tree: T, mesh: Any, put: Callable[[Array, NamedSharding], Array]) -> T:
+def _shard(tree: T, mesh: Any, put: Callable[[Array, NamedSharding], Array]) -> T:
     """`tree` with `put(array, sharding)` in place of each array."""
 
     def of(path, leaf):

@@ -1,4 +1,4 @@
-"""What the tests share: a text of their own, the shared corpus, tiny models."""
+"""What the tests share: a small text, the shared corpus, tiny models."""
 
 import contextlib
 import dataclasses
@@ -30,21 +30,20 @@ SHARED = ROOT.parent / "shared"
 if (SHARED / "tiktoken_cache").is_dir():
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
 
-# The tests compile much and run little. Only the code generator's effort: the mathematics is the
-# same. (Read by JAX when it first computes, so it may stand below the imports.)
+# Compiling dominates the tests, so XLA's code generator runs at level 0. JAX reads this at its
+# first computation.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
-# Two devices, for this process and the commands that it starts, so that every test of training is
-# one of sharing the work too.
+# Two devices, for this process and the commands that it starts, so that every training test also
+# tests data parallelism.
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
 jax.config.update("jax_num_cpu_devices", int(os.environ["JAX_NUM_CPU_DEVICES"]))
 
-# Compiled programs are shared by these processes, and not kept.
+# The processes share compiled programs, which are not kept.
 COMPILED = tempfile.TemporaryDirectory(prefix="gptlite-tests-")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", COMPILED.name)
 
-# A shell's background job, or `nohup`, ignores these signals, and what the tests start would, too.
-# (What has a handler here is at its default there.)
+# Background jobs and `nohup` ignore these signals, and child processes would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -66,14 +65,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def programs_are_let_go():
-    """A module's compiled programs, at its end. Each takes several of the memory mappings that
-    Linux lets a process have (65,530), and XLA crashes where there are no more."""
+def drop_programs():
+    """Drop a module's compiled programs at its end. Each takes several memory mappings, of which
+    Linux allows a process 65,530, and XLA crashes when they run out."""
     yield
     jax.clear_caches()
 
 
-# Compiling takes what time it takes; and the same examples every time.
+# No deadline, because compiling is slow; the same examples every time.
 settings.register_profile("gptlite", deadline=None, derandomize=True)
 settings.load_profile("gptlite")
 

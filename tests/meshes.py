@@ -53,7 +53,7 @@ def batch(step: int) -> np.ndarray:
 
 
 def translation(step: int) -> dict[str, np.ndarray]:
-    """Of all lengths, none among them."""
+    """Targets of random lengths, 0 included."""
     random = np.random.default_rng(step)
     ids = random.integers(VOCAB, size=(ROWS, SMALL.context_length)).astype(np.int32)
     real = np.arange(ids.shape[1]) < random.integers(ids.shape[1], size=(ROWS, 1))
@@ -88,7 +88,7 @@ def train(
         model = drawn(lambda key: Seq2Seq(config, VOCAB, VOCAB, key=key), 0.7)
         options: dict[str, Any] = {
             "losses": translation_losses,
-            "counts": lambda batch: batch["real"],
+            "loss_mask": lambda batch: batch["real"],
         }
         batches = [translation(step % 2) for step in range(steps)]
     else:

@@ -17,7 +17,7 @@ from jaxtyping import TypeCheckError
 from gptlite import load_run
 from gptlite.cli import parse_sample, parse_train
 from gptlite.config import CUSTOM, Config, ModelConfig, UserError
-from gptlite.custom import custom_options, custom_sources, load_custom, resolve_custom
+from gptlite.custom import custom_arguments, custom_sources, load_custom, resolve_custom
 from gptlite.files import write_json
 from gptlite.models.gpt import GPT
 from gptlite.nn import RMSNorm
@@ -91,7 +91,7 @@ def test_a_name_becomes_a_class_and_a_rename_custom(file, tmp_path):
     assert not Path("executed").exists()
     load_custom(config.model)
     assert Path("executed").exists()
-    assert custom_options(config.model) == ["--model.mlp", f"{file}:Twice"]
+    assert custom_arguments(config.model) == ["--model.mlp", f"{file}:Twice"]
     save_config(config, tmp_path / "config.json")
     assert load_config(tmp_path / "config.json") == config
     model: Any = GPT(config.model, VOCAB, key=jax.random.key(0))
@@ -138,7 +138,7 @@ def test_options_of_the_packages_blocks_are_checked(changes, words):
         GPT(config_with(**changes).model, VOCAB, key=jax.random.key(0))
 
 
-def test_a_class_will_do_in_python():
+def test_in_python_a_config_takes_a_class():
     class Third(eqx.Module):
         scale: jax.Array
 
@@ -154,7 +154,7 @@ def test_a_class_will_do_in_python():
     assert model(jnp.zeros(5, jnp.int32)).shape == (5, VOCAB)
 
 
-def test_its_annotations_are_checked_like_the_packages(file):
+def test_annotations_in_custom_files_are_checked(file):
     load_custom(config_with(mlp=f"{file}:Halves").model)
     block: Any = CUSTOM[f"{file}:Halves"]
     with pytest.raises(TypeCheckError, match="Halves"):
@@ -206,7 +206,7 @@ def run(file, tmp_path) -> Path:
     return path
 
 
-def test_a_run_alone_executes_nothing(run, file):
+def test_loading_a_run_executes_no_custom_code(run, file):
     with pytest.raises(UserError, match=f"made with {file}:Twice, .*: --model.mlp {file}:Twice"):
         load_run(run)
     with pytest.raises(UserError, match=f"instead of {file}:Halves"):
@@ -238,6 +238,6 @@ def test_a_file_that_has_changed_is_said(run, file, capsys):
     assert changed_sources(run / "nothing", loaded.config.model) == []
 
 
-def test_naming_again_leaves_a_config_without_blocks_alone():
+def test_a_config_without_custom_blocks_is_not_changed():
     assert resolve_custom(Config(), {}) == Config()
     assert type(GPT(TINY, VOCAB, key=jax.random.key(0)).norm) is RMSNorm

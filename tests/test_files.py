@@ -3,7 +3,7 @@ import pytest
 from gptlite.files import read_json, write_atomically, write_json
 
 
-def test_a_record_survives(tmp_path):
+def test_json_round_trips(tmp_path):
     record = {"a": [1, 2.5, None, "é\ud800🙂"], "b": {"c": "d"}}
     write_json(tmp_path / "file", record)
     assert read_json(tmp_path / "file") == record
@@ -18,13 +18,13 @@ def test_a_record_survives(tmp_path):
         (b"[" * 100_000, "nested too deeply"),
     ],
 )
-def test_what_is_no_record_is_said(content, words, tmp_path):
+def test_invalid_json_is_refused(content, words, tmp_path):
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(ValueError, match=words):
         read_json(tmp_path / "file")
 
 
-def test_what_cannot_be_written_leaves_what_was_there(tmp_path):
+def test_a_failed_write_keeps_the_old_file(tmp_path):
     path = tmp_path / "file"
     write_atomically(path, "old")
     with pytest.raises(TypeError):

@@ -6,7 +6,7 @@ import sys
 from conftest import ROOT
 
 from gptlite.config import MeshConfig, TrainingConfig
-from gptlite.runtime import cpu_devices
+from gptlite.runtime import usable_cpu_devices
 
 PROGRAM = """
 import json
@@ -35,10 +35,10 @@ def settings(**environment):
 def test_no_more_devices_are_made_of_a_cpu_than_can_share_a_batch():
     for rows, tensor, wanted, found in ((8, 1, 2, 2), (1, 1, 2, 1), (6, 1, 4, 2), (8, 2, 8, 8)):
         training = TrainingConfig(batch_size=2 * rows, accumulation=2, cpu_devices=wanted)
-        assert cpu_devices(training, MeshConfig(tensor=tensor)) == found
+        assert usable_cpu_devices(training, MeshConfig(tensor=tensor)) == found
 
 
-def test_programs_are_kept_in_the_users_cache_folder(tmp_path):
+def test_compiled_programs_are_kept_in_the_users_cache_folder(tmp_path):
     cache, devices = settings(XDG_CACHE_HOME=str(tmp_path))
     assert cache == str(tmp_path / "gptlite" / "xla")
     assert devices == 3

@@ -13,7 +13,7 @@ from conftest import ROOT, TEXT, run_script
 
 import sample
 import train
-from gptlite.cli import errors_as_sentences, parse_sample, parse_train
+from gptlite.cli import exit_on_error, parse_sample, parse_train
 from gptlite.config import UserError
 from gptlite.presets import PRESETS
 from gptlite.text import tokens
@@ -91,7 +91,7 @@ def test_a_text_in_a_file_of_ids_is_trained_on_and_sampled_from(tmp_path, monkey
     assert done.out.count("    | ") >= 2
 
 
-def test_training_leaves_all_that_it_should(place):
+def test_training_writes_every_file_of_a_run(place):
     run = place / "runs" / "one"
     assert {path.name for path in run.iterdir()} == {
         "config.json",
@@ -175,11 +175,11 @@ def test_a_prompt_file_keeps_its_line_ends(place, monkeypatch, capsys):
 
 def test_ctrl_c_and_a_reader_that_has_gone_end_quietly(monkeypatch, capfd):
     for error, code in ((KeyboardInterrupt, 130), (MemoryError, 2)):
-        with pytest.raises(SystemExit) as stop, errors_as_sentences():
+        with pytest.raises(SystemExit) as stop, exit_on_error():
             raise error
         assert stop.value.code == code
         assert capfd.readouterr().err.count("\n") <= 2
-    program = "from gptlite.cli import errors_as_sentences as e\nwith e():\n  print('x' * 100000)"
+    program = "from gptlite.cli import exit_on_error as e\nwith e():\n  print('x' * 100000)"
     done = subprocess.run(
         f"{sys.executable} -c \"$PROGRAM\" | true; exit ${{PIPESTATUS[0]}}",
         shell=True, executable="/bin/bash", env={**os.environ, "PROGRAM": program},
@@ -270,7 +270,7 @@ def test_summary_prints_the_table_and_trains_nothing(place, monkeypatch, capsys)
     train.train(parse_train(["s", "--data.corpus", "rhyme.txt", "--summary", "--run", "two"]))
     out = capsys.readouterr().out
     assert "stack.blocks.attention.heads.query (x 4)" in out
-    assert "FLOPs a token, training" in out
+    assert "FLOPs per token, training" in out
     assert not (place / "runs" / "two").exists()
 
 

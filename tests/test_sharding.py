@@ -49,8 +49,8 @@ def check_equal(found, case: str, to: str, steps: int, rtol: float) -> None:
     [*(("gpt2", mesh) for mesh in MESHES), ("experts", MIXED), ("translation", MIXED)],
 )
 def test_a_mesh_changes_no_loss(found, name, mesh):
-    """With dropout (but in translation, which has padding), AdamW: only the order of float32 sums
-    differs."""
+    """AdamW, with dropout except in "translation", which has padding. Only the order of float32
+    sums differs."""
     check_equal(found, f"{name} adamw {mesh}", f"{name} adamw (1, 1, 1)", 20, rtol=1e-4)
 
 
@@ -113,7 +113,6 @@ def test_weights_of_a_spread_model_are_whole():
     for name, array in named_arrays(model).items():
         np.testing.assert_array_equal(named_arrays(local(spread))[name], array)
     ids = jnp.zeros((2, 3), jnp.int32)
-    # On all of its devices, though all of them hold its vectors.
     logits = eqx.filter_jit(local(spread))(ids)
     np.testing.assert_allclose(logits, eqx.filter_jit(model)(ids), rtol=1e-4, atol=1e-4)
     everywhere = local(place(model, make_mesh()))

@@ -7,7 +7,7 @@ from conftest import ROOT
 CELLS = json.loads((ROOT / "examples" / "tour.ipynb").read_text(encoding="utf-8"))["cells"]
 
 
-def test_a_cell_fits_a_screen_and_none_is_run_already():
+def test_cells_are_short_and_have_no_outputs():
     assert len(CELLS) > 30
     for cell in CELLS:
         assert len(cell["source"]) <= 25

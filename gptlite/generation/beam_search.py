@@ -11,12 +11,12 @@ from jaxtyping import Array, Float, Int
 from gptlite.config import Between, require
 from gptlite.generation.generate import next_logits
 from gptlite.models.seq2seq import Seq2Seq
-from gptlite.nn.attention import Memory
+from gptlite.nn.attention import MemoryKV
 from gptlite.nn.cache import Cache
 from gptlite.nn.context import Context
 
 
-class Translation(eqx.Module):
+class BeamSearchResult(eqx.Module):
     """A target for each source."""
 
     ids: Int[Array, "batch new"]
@@ -35,7 +35,7 @@ class _Beam(eqx.Module):
     total: Float[Array, "batch beam"]
     """Log probability."""
     score: Float[Array, "batch beam"]
-    made: Int[Array, ""]
+    n_generated: Int[Array, ""]
 
 
 def beam_search(
@@ -48,7 +48,7 @@ def beam_search(
     start: int,
     end: int,
     max_new_tokens: int | None = None,
-) -> Translation:
+) -> BeamSearchResult:
     """The best target found by keeping, at every length, the `beam` best prefixes (Graves, 2012,
     section 2.5). With `beam` 1, that is greedy search. With `beam` at least the number of
     possible targets, the search is exhaustive.
@@ -61,21 +61,21 @@ def beam_search(
     - `length_penalty`: 0 favours short targets; 0.6 is usual.
     - `source_lengths`: how many tokens of each source are real; padding follows them. Default: all.
     - `start`, `end`: the token that the decoder reads first, and the one after which it stops.
-    - `max_new_tokens`: the maximal length. Default: the model's context length.
+    - `max_new_tokens`: the maximum length. Default: the model's context length.
 
     **Raises:** `UserError` if there is no source, a token is not in the target's vocabulary, or a
     number is out of bounds.
     """
     context = model.config.context_length
-    most = context if max_new_tokens is None else max_new_tokens
+    max_new_tokens = context if max_new_tokens is None else max_new_tokens
     require(source.size > 0, f"There must be a source with a token, got {list(source.shape)} ids.")
     Between(1, 2**20).check("beam", beam)
     Between(0.0, 10.0).check("length_penalty", length_penalty)
-    Between(1, context).check("max_new_tokens", most)
+    Between(1, context).check("max_new_tokens", max_new_tokens)
     for name, token in (("start", start), ("end", end)):
         Between(0, model.decoder.vocab_size - 1).check(name, token)
     model = model.unstacked()
-    return _search(model, source, source_lengths, start, end, most, beam, length_penalty)
+    return _search(model, source, source_lengths, start, end, max_new_tokens, beam, length_penalty)
 
 
 @eqx.filter_jit
@@ -85,10 +85,10 @@ def _search(
     source_lengths: Int[Array, " batch"] | None,
     start: int,
     end: int,
-    most: int,
+    max_new_tokens: int,
     beam: int,
     length_penalty: float,
-) -> Translation:
+) -> BeamSearchResult:
     batch = len(source)
 
     def penalty(tokens):
@@ -97,9 +97,9 @@ def _search(
     def unfinished(state: _Beam):
         # A target that has ended keeps its score. One that continues can only lose probability, and
         # gains no more from its length than the longest target.
-        at_best = jnp.where(state.token >= 0, state.total / penalty(most), -jnp.inf)
+        at_best = jnp.where(state.token >= 0, state.total / penalty(max_new_tokens), -jnp.inf)
         settled = (state.token[:, 0] < 0) & (jnp.max(at_best, axis=1) <= state.score[:, 0])
-        return (state.made < most) & ~jnp.all(settled)
+        return (state.n_generated < max_new_tokens) & ~jnp.all(settled)
 
     def step(state: _Beam):
         logits, cache = next_logits(model.decoder, state.token.reshape(-1), state.cache)
@@ -119,10 +119,10 @@ def _search(
         return _Beam(
             cache=cache if beam == 1 else _reordered(cache, rows),
             token=jnp.where(alive & (token != end), token, -1),
-            ids=ids.at[:, :, state.made].set(jnp.where(alive, token, -1)),
+            ids=ids.at[:, :, state.n_generated].set(jnp.where(alive, token, -1)),
             total=jnp.take_along_axis(total.reshape(batch, -1), place, axis=1),
             score=score,
-            made=state.made + 1,
+            n_generated=state.n_generated + 1,
         )
 
     memory, lengths = (
@@ -135,21 +135,21 @@ def _search(
     state = _Beam(
         cache=model.decoder.init_cache((batch * beam,), context),
         token=jnp.full((batch, beam), start, jnp.int32),
-        ids=jnp.full((batch, beam, most), -1, jnp.int32),
+        ids=jnp.full((batch, beam, max_new_tokens), -1, jnp.int32),
         total=total,
         score=total,
-        made=jnp.zeros((), jnp.int32),
+        n_generated=jnp.zeros((), jnp.int32),
     )
     state = lax.while_loop(unfinished, step, state)
-    return Translation(state.ids[:, 0], state.total[:, 0])
+    return BeamSearchResult(state.ids[:, 0], state.total[:, 0])
 
 
 def _reordered(cache: Cache, rows: Int[Array, " rows"]) -> Cache:
-    """`cache` with the sequences `rows`. A layer's `Memory` of the source stays: it is the same for
-    all prefixes of one target."""
+    """`cache` with the sequences `rows`. A layer's `MemoryKV` of the source stays: it is the same
+    for all prefixes of one target."""
 
     def is_memory(node: Any) -> bool:
-        return isinstance(node, Memory)
+        return isinstance(node, MemoryKV)
 
     layers = jax.tree.map(
         lambda node: node if is_memory(node) else node[rows], cache.layers, is_leaf=is_memory

@@ -15,25 +15,25 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Key, Shaped
 
-from gptlite.config import SamplingConfig, UserError
+from gptlite.config import SamplingConfig, UserError, require
 from gptlite.generation.sampling import sample
 from gptlite.models.gpt import GPT
 from gptlite.nn.cache import Cache, read_at
-from gptlite.nn.context import Rows
+from gptlite.nn.context import PerSequence
 
 # Tokens generated in one compiled call: few enough to stream smoothly, enough to hide the call.
 TOKENS_PER_CALL = 32
 
-# The minimal padded length of a prompt.
+# The minimum padded length of a prompt.
 MIN_PREFILL = 16
 
 
 class GenerationState(eqx.Module):
-    """Between two tokens."""
+    """What one token passes to the next."""
 
     logits: Float[Array, "batch vocab"]
     cache: Cache
-    made: Int[Array, ""]
+    n_generated: Int[Array, ""]
     """Tokens generated so far."""
 
 
@@ -81,10 +81,11 @@ def stream(
     one_length = lengths is None or not len(prompt)
     length: np.ndarray = np.asarray(longest if one_length else lengths, np.int32)
     for tokens in (int(length.min()), int(length.max())):
-        if not 1 <= tokens <= min(context, longest):
+        if not 1 <= tokens <= context:
             raise UserError(
                 f"The prompt must have 1 to {context} tokens (the model's context), got {tokens}."
             )
+        require(tokens <= longest, f"lengths must be at most {longest}, as prompt, got {tokens}.")
     config = SamplingConfig() if config is None else config
     # A power of two, so that prompts of all lengths share a few programs.
     room = min(context, max(MIN_PREFILL, 1 << (longest - 1).bit_length()))
@@ -103,7 +104,7 @@ def stream(
 
 
 @eqx.filter_jit
-def _prefill(model: GPT, padded: Int[Array, "batch room"], length: Rows) -> GenerationState:
+def _prefill(model: GPT, padded: Int[Array, "batch room"], length: PerSequence) -> GenerationState:
     padded, length = drop_single(padded), length[0] if length.shape == (1,) else length
     hidden, cache = model.extend(padded, model.init_cache(padded.shape[:-1]), length)
     logits = model.logits(read_at(hidden, length - 1, 1, axis=-2))
@@ -127,7 +128,7 @@ def _drop_first_half(model: GPT, state: GenerationState) -> GenerationState:
 
         new = eqx.tree_at(lambda c: c.length, new, jnp.full(batch, half, jnp.int32))
         new = jax.tree.map(choose, new, cache)
-    return GenerationState(state.logits, new, state.made)
+    return GenerationState(state.logits, new, state.n_generated)
 
 
 @eqx.filter_jit
@@ -142,14 +143,14 @@ def _decode(
     result is 0."""
 
     # All random numbers are drawn before the loop. In it, they took half the time of a small model.
-    made = state.made + jnp.arange(TOKENS_PER_CALL)
-    token_keys = jax.vmap(lambda key: jax.vmap(jax.random.fold_in, (None, 0))(key, made))(keys)
+    numbers = state.n_generated + jnp.arange(TOKENS_PER_CALL)
+    token_keys = jax.vmap(lambda key: jax.vmap(jax.random.fold_in, (None, 0))(key, numbers))(keys)
     uniform = jax.vmap(jax.vmap(jax.random.uniform))(token_keys)
 
     def body(i, carry):
         state, tokens = carry
         token = sample(state.logits, config, uniform[:, i])
-        state = GenerationState(*next_logits(model, token, state.cache), state.made + 1)
+        state = GenerationState(*next_logits(model, token, state.cache), state.n_generated + 1)
         return state, tokens.at[:, i].set(token)
 
     tokens = jnp.zeros((len(keys), TOKENS_PER_CALL), jnp.int32)

@@ -13,14 +13,14 @@ from gptlite.config import SamplingConfig
 def candidates(
     logits: Float[Array, "batch vocab"], config: SamplingConfig
 ) -> tuple[Float[Array, "batch candidates"], Int[Array, "batch candidates"]]:
-    """The logits over the temperature, the largest at 0, and the ids of the tokens that may be
-    drawn; the logit of one that the filters exclude is -inf.
+    """Logits divided by the temperature, shifted so that the largest is 0, and their token ids.
+    Tokens that the filters exclude have -inf.
 
     top-k: Fan et al., 2018, section 5.4. top-p: Holtzman et al., 2020, section 3.1. min-p:
     Nguyen et al., 2024, section 3. Of equal logits the lower id comes first.
     """
     batch, vocab = logits.shape
-    # The largest first, so that no temperature, however low, makes infinities of finite logits.
+    # Shifted before the division, so that a tiny temperature gives no infinity.
     logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / config.temperature
     if config.top_k is None and config.top_p is None:
         ids = jnp.broadcast_to(jnp.arange(vocab), (batch, vocab))
@@ -40,7 +40,7 @@ def sample(
     logits: Float[Array, "batch vocab"], config: SamplingConfig, uniform: Float[Array, " batch"]
 ) -> Int[Array, " batch"]:
     """One token a row: the first at which the cumulative probability exceeds the row's number in
-    [0, 1). That is one random number a token. The Gumbel trick needs one a candidate, which on a
+    [0, 1). That is one random number per token. The Gumbel trick needs one a candidate, which on a
     CPU took half the time of a small model."""
     if config.greedy:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)

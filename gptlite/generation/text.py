@@ -26,8 +26,7 @@ class TextStream:
 
     def finish(self) -> str:
         """The text that was held back. Nothing follows."""
-        rest = self._show(self._decoder.decode(b"", final=True)) + self._held
-        return "" if self.stopped else rest
+        return self._show(self._decoder.decode(b"", final=True)) + self._held
 
     def _show(self, text: str) -> str:
         if self.stopped:

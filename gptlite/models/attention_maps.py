@@ -50,7 +50,7 @@ def attention_maps(
     model: Callable[..., Any], *arguments: Any, **options: Any
 ) -> dict[str, Float[Array, "*batch heads queries keys"]]:
     """The attention weights of all layers in `model(*arguments, **options)`, by their path in the
-    model, as `stack.blocks.0.attention`.
+    model, e.g. `stack.blocks.0.attention`.
 
     Every module with a method `weights` has one: `Attention`, `CrossAttention`, or your own. The
     method is called with the arguments of the module.

@@ -6,6 +6,7 @@ the name in a config, as in `moe:n_experts=8`; their annotations say what they m
 are called in the same way.
 """
 
+import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -20,7 +21,7 @@ from gptlite.config import (
     ModelConfig,
     UserError,
     check_value,
-    split_variant,
+    split_options,
 )
 from gptlite.nn.attention import Attention, CrossAttention, Heads, ValueResidual
 from gptlite.nn.block import Block, ParallelBlock, PostNorm, PreNorm, SandwichNorm
@@ -57,21 +58,22 @@ def make_block(
 def _residual_block(residual: Any, n_norms: int) -> Callable[..., Any]:
     def make(config, *, causal=True, cross_attention=False, key):
         attention_key, mlp_key, cross_key, *norm_keys = jax.random.split(key, 3 + 3 * n_norms)
-        residuals = [
-            residual(*[make_part("norm", config, k) for k in norm_keys[i : i + n_norms]])
-            for i in range(0, 3 * n_norms, n_norms)
-        ]
-        return Block(
+
+        def make_residual(i):
+            keys = norm_keys[i * n_norms : (i + 1) * n_norms]
+            return residual(*[make_part("norm", config, key) for key in keys])
+
+        block = Block(
             attention=make_part("attention", config, attention_key, causal=causal),
-            attention_residual=residuals[0],
+            attention_residual=make_residual(0),
             mlp=make_part("mlp", config, mlp_key),
-            mlp_residual=residuals[1],
-            cross_attention=CrossAttention(make_heads(config, cross_key), config.attention_dropout)
-            if cross_attention
-            else None,
-            cross_residual=residuals[2] if cross_attention else None,
+            mlp_residual=make_residual(1),
             dropout=config.dropout,
         )
+        if not cross_attention:
+            return block
+        cross = CrossAttention(make_heads(config, cross_key), config.attention_dropout)
+        return dataclasses.replace(block, cross_attention=cross, cross_residual=make_residual(2))
 
     return make
 
@@ -102,7 +104,7 @@ def _attention(
     config: ModelConfig, window: int | None, value_residual: bool, causal: bool, key: PRNGKeyArray
 ) -> Attention:
     heads_key, positions_key = jax.random.split(key)
-    positions = make_part("positions", config, positions_key, causal=causal)
+    positions = make_positions(config, positions_key, added=False, causal=causal)
     return Attention(
         make_heads(config, heads_key),
         positions=positions if isinstance(positions, Rotary) else NoPositions(),
@@ -112,6 +114,17 @@ def _attention(
         window=window,
         dropout=config.attention_dropout,
     )
+
+
+def make_positions(
+    config: ModelConfig, key: PRNGKeyArray, *, added: bool, causal: bool = True
+) -> Any:
+    """The positions that `config` describes, if they are of this kind: `added` to the embeddings,
+    or used by attention. Else `NoPositions`."""
+    name, _ = split_options(config.positions)
+    if added != (name in ("learned", "sinusoidal")):
+        return NoPositions()
+    return make_part("positions", config, key, causal=causal)
 
 
 def make_heads(config: ModelConfig, key: PRNGKeyArray) -> Heads:
@@ -231,11 +244,13 @@ def make_part(field: str, config: ModelConfig, key: PRNGKeyArray, **more: Any) -
     for an encoder and does not take `causal`.
     """
     make, options = find_part(field, config)
-    if "causal" not in inspect.signature(make).parameters and not more.pop("causal", True):
-        raise UserError(
-            f"{getattr(config, field)} must take causal=, to serve in an encoder, where every "
-            "token sees every other: causal is False there, and True in a decoder."
-        )
+    if "causal" not in inspect.signature(make).parameters:
+        causal = more.pop("causal", True)
+        if not causal:
+            raise UserError(
+                f"{getattr(config, field)} must take causal=, to serve in an encoder, where every "
+                "token sees every other: causal is False there, and True in a decoder."
+            )
     return make(config, **options, **more, key=key)
 
 
@@ -245,7 +260,7 @@ def find_part(field: str, config: ModelConfig) -> tuple[Callable[..., Any], dict
     **Raises:** `UserError` if there is no such part, or it does not take the options given.
     """
     value = getattr(config, field)
-    name, given = split_variant(value)
+    name, given = split_options(value)
     make = TABLES[field].get(name) or CUSTOM.get(name)
     if make is None:
         raise UserError(f"{name} has not been loaded: see gptlite.load_custom.")
@@ -257,9 +272,11 @@ def parse_options(name: str, make: Callable[..., Any], given: Mapping[str, str])
 
     **Raises:** `UserError`, with `name`, if `make` does not take an option or its value.
     """
+    if not given:
+        return {}
     known = {
         option: parameter
-        for option, parameter in inspect.signature(make).parameters.items()
+        for option, parameter in inspect.signature(make, eval_str=True).parameters.items()
         if parameter.kind is parameter.KEYWORD_ONLY
         and option not in ("key", "causal", "cross_attention")
     }
@@ -278,6 +295,8 @@ def _parse(name: str, text: str, kind: Any) -> Any:
     **Raises:** `UserError` if `text` is no such value.
     """
     plain = get_args(kind)[0] if hasattr(kind, "__metadata__") else kind
+    if plain not in (bool, int, float, str):
+        raise UserError(f"{name} must be annotated as bool, int, float or str, to be set by name.")
     value: Any = text
     try:
         if plain is bool:
@@ -286,8 +305,7 @@ def _parse(name: str, text: str, kind: Any) -> Any:
             value = plain(text)
     except (ValueError, KeyError):
         raise UserError(f"{name} must be {plain.__name__}, got {text!r}.") from None
-    if plain in (bool, int, float, str):
-        check_value(name, value, kind)
+    check_value(name, value, kind)
     return value
 
 
@@ -306,5 +324,6 @@ def init_stds(config: ModelConfig) -> tuple[float, float]:
         # Radford et al., 2019, section 2.3: what adds to the residual stream starts smaller.
         return 0.02, 0.02 / math.sqrt(2 * config.n_layers)
     std = 1.0 / math.sqrt(config.d_model)
-    # At zero input the gradient of RMSNorm is 1/sqrt(eps), about 1,000.
+    # With sandwich, a norm follows: at zero input the gradient of RMSNorm is 1/sqrt(eps), about
+    # 1,000.
     return std, std if config.block == "sandwich" else 0.0

@@ -12,7 +12,7 @@ from gptlite.config import ModelConfig, UserError
 from gptlite.models.build import make_block
 from gptlite.models.transformer import Transformer
 from gptlite.nn.cache import Cache, read_at, write_at
-from gptlite.nn.context import WHOLE_SEQUENCE, Context, Rows
+from gptlite.nn.context import WHOLE_SEQUENCE, Context, PerSequence
 from gptlite.nn.linear import Linear, project
 from gptlite.nn.stack import Layers, Stack
 from gptlite.sharding import constrain, gathered
@@ -30,9 +30,9 @@ class GPT(Transformer):
 
     From ids to the next token's logits at every position, for one sequence or for any batch.
 
-    Measured: a tied head 0.016 ± 0.008 nats worse; without the embeddings of earlier tokens
-    (`embed_previous`) 0.073 ± 0.009 nats worse; with biases no difference found (-0.002 ± 0.006);
-    with logits capped at 15 no difference found (-0.003 ± 0.006) (benchmarks/blocks.md).
+    Validation loss, nats per token: tied head +0.016 ± 0.008; without embeddings of earlier tokens
+    (`embed_previous`) +0.073 ± 0.009; with biases -0.002 ± 0.006; logits capped at 15 -0.003 ±
+    0.006 (benchmarks/blocks.md).
     """
 
     head: Linear | None
@@ -74,11 +74,11 @@ class GPT(Transformer):
         self,
         ids: Int[Array, "*batch seq"],
         *,
-        lengths: Rows | None = None,
+        lengths: PerSequence | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "*batch seq vocab"]:
-        """Logits of the token after each. The first `lengths` ids of a sequence are real (default:
-        all); padding follows them. `key` switches dropout on."""
+        """Next-token logits at every position. The first `lengths` ids of a sequence are real
+        (default: all); padding follows them. `key` switches dropout on."""
         return self.with_aux_loss(ids, Context(lengths=lengths), key=key)[0]
 
     def with_aux_loss(
@@ -94,7 +94,7 @@ class GPT(Transformer):
         return self.logits(hidden), aux_loss
 
     def extend(
-        self, ids: Int[Array, "*batch seq"], cache: Cache, lengths: Rows | None = None
+        self, ids: Int[Array, "*batch seq"], cache: Cache, lengths: PerSequence | None = None
     ) -> tuple[Float[Array, "*batch seq d_model"], Cache]:
         """Hidden states of ids that follow the tokens in `cache`, and the cache with them added.
 

@@ -11,8 +11,9 @@ from gptlite.config import ModelConfig
 from gptlite.models.build import make_block
 from gptlite.models.encoder import Encoder
 from gptlite.models.gpt import GPT
+from gptlite.nn.block import split_key
 from gptlite.nn.cache import Cache
-from gptlite.nn.context import Context, Rows
+from gptlite.nn.context import Context, PerSequence
 
 
 class Seq2Seq(eqx.Module):
@@ -74,8 +75,8 @@ class Seq2Seq(eqx.Module):
         source: Int[Array, "*batch source_seq"],
         inputs: Int[Array, "*batch seq"],
         *,
-        source_lengths: Rows | None = None,
-        lengths: Rows | None = None,
+        source_lengths: PerSequence | None = None,
+        lengths: PerSequence | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "*batch seq vocab"]:
         """Logits of the target's token after each of `inputs`, which are the target after a start
@@ -92,27 +93,27 @@ class Seq2Seq(eqx.Module):
         source: Int[Array, "*batch source_seq"],
         inputs: Int[Array, "*batch seq"],
         *,
-        source_lengths: Rows | None = None,
-        lengths: Rows | None = None,
+        source_lengths: PerSequence | None = None,
+        lengths: PerSequence | None = None,
         key: PRNGKeyArray | None = None,
     ) -> tuple[Float[Array, "*batch seq vocab"], Float[Array, ""]]:
         """The logits, and what mixtures of experts add to the training loss."""
-        encoder_key, decoder_key = (None, None) if key is None else jax.random.split(key)
+        encoder_key, decoder_key = split_key(key, 2)
         memory, aux_loss = self._whole_encoder().with_aux_loss(
-            source, lengths=source_lengths, key=encoder_key
+            source, Context(lengths=source_lengths), key=encoder_key
         )
         context = Context(lengths=lengths, memory=memory, memory_lengths=source_lengths)
         logits, more = self.decoder.with_aux_loss(inputs, context, key=decoder_key)
         return logits, aux_loss + more
 
     def encode(
-        self, source: Int[Array, "*batch source_seq"], source_lengths: Rows | None = None
+        self, source: Int[Array, "*batch source_seq"], source_lengths: PerSequence | None = None
     ) -> Float[Array, "*batch source_seq d_model"]:
         """The encoder's output."""
         return self._whole_encoder()(source, lengths=source_lengths)
 
     def init_cache(
-        self, source: Int[Array, "*batch source_seq"], source_lengths: Rows | None = None
+        self, source: Int[Array, "*batch source_seq"], source_lengths: PerSequence | None = None
     ) -> Cache:
         """A cache for `decoder.extend` that has read `source`, with room for `context_length`
         tokens of the target."""

@@ -1,4 +1,4 @@
-"""A model as a table: the output, parameters, FLOPs and memory of its parts."""
+"""A table of a model's parts, with output and parameters, and the model's FLOPs and memory."""
 
 import math
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 from gptlite.models.attention_maps import with_call_hook
 from gptlite.models.gpt import GPT
 from gptlite.models.seq2seq import Seq2Seq
-from gptlite.pytrees import is_array, path_name
+from gptlite.pytrees import is_array, is_stacked, path_name
 
 
 def count_parameters(model: PyTree) -> int:
@@ -22,10 +22,9 @@ def count_parameters(model: PyTree) -> int:
 
 
 def flops_per_token(model: Any) -> tuple[int, int]:
-    """Floating-point operations a token at the full context, forward and for training (forward and
-    backward). Counted are the matrix products of the program, two operations for each multiply-add,
-    including the masked half of attention. Of an encoder-decoder: for a token of the target, with a
-    source of the same length."""
+    """FLOPs per token at the full context: forward, and training (forward and backward). Counts two
+    per multiply-add of every matrix product, the masked half of attention included. For an
+    encoder-decoder: per token of the target, with a source of the same length."""
     inputs = _inputs(model)
 
     def loss(model, *inputs):
@@ -38,17 +37,20 @@ def flops_per_token(model: Any) -> tuple[int, int]:
 
 
 def activation_bytes(model: Any, batch_size: int) -> int:
-    """An upper bound of what the forward pass of a batch at the full context keeps for the backward
-    pass. The compiler may recompute some of it."""
-    inputs = _inputs(model, batch_size)
+    """Bytes that the forward pass of a batch at the full context keeps for the backward pass. The
+    compiler may keep less, and recompute the rest."""
     params, static = eqx.partition(model, is_array)
-    residuals = jax.eval_shape(
-        lambda params, *inputs: jax.vjp(lambda p: eqx.combine(p, static)(*inputs), params)[1],
-        params,
-        *inputs,
-    )
-    kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(residuals))
-    return max(0, kept - 4 * count_parameters(model))
+
+    def kept(rows: int) -> int:
+        residuals = jax.eval_shape(
+            lambda params, *inputs: jax.vjp(lambda p: eqx.combine(p, static)(*inputs), params)[1],
+            params,
+            *_inputs(model, rows),
+        )
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(residuals))
+
+    # Twice the batch keeps twice the activations, and the same parameters.
+    return kept(2 * batch_size) - kept(batch_size)
 
 
 def _inputs(model: Any, *batch: int) -> list[jax.ShapeDtypeStruct]:
@@ -88,8 +90,8 @@ def summary(model: Any, *, batch_size: int = 1) -> str:
             *lines[1:],
             "-" * len(lines[0]),
             f"parameters                {total:,}",
-            f"FLOPs a token, forward    {forward:,}{of_what}",
-            f"FLOPs a token, training   {training:,}{of_what}",
+            f"FLOPs per token, forward  {forward:,}{of_what}",
+            f"FLOPs per token, training {training:,}{of_what}",
             f"memory for training       {(state + activations) / 2**20:,.0f} MiB at batch size "
             f"{batch_size}: {state / 2**20:,.0f} for parameters, gradients and Adam, at most "
             f"{activations / 2**20:,.0f} for activations",
@@ -112,7 +114,7 @@ def _modules(model: Any) -> list[tuple[str, int, Any, str]]:
     # A head is never called: only its weight is used.
     shapes |= {name: _shape(out) for name, _ in modules if name.endswith("head")}
     return [
-        (name, layers if "stack." in name else 1, node, shapes.get(name, "-"))
+        (name, layers if is_stacked(name) else 1, node, shapes.get(name, "-"))
         for name, node in modules
     ]
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from gptlite.config import ModelConfig
-from gptlite.models.build import embedding_std, make_part
-from gptlite.nn.block import drop
+from gptlite.models.build import embedding_std, make_part, make_positions
+from gptlite.nn.block import drop, split_key
 from gptlite.nn.context import Context
 from gptlite.nn.embedding import Embedding
 from gptlite.nn.positions import Learned, NoPositions, Sinusoidal
@@ -39,7 +39,7 @@ class Transformer(eqx.Module):
         final_norm: bool = True,
         key: PRNGKeyArray,
     ):
-        """`rows` is that of the embedding. `make_block(config, key)` makes a layer. Without
+        """`rows`: the rows of the embedding. `make_block(config, key)` makes a layer. Without
         `final_norm`, the output of the last layer is returned as it is."""
         # The fourth is for a head.
         embedding_key, positions_key, stack_key, _ = jax.random.split(key, 4)
@@ -52,9 +52,7 @@ class Transformer(eqx.Module):
             Embedding(rows, d_model, std=0.0, scale=scale, key=embedding_key)
             for _ in range(config.embed_previous)
         )
-        positions = make_part("positions", config, positions_key)
-        added = isinstance(positions, Learned | Sinusoidal)
-        self.positions = positions if added else NoPositions()
+        self.positions = make_positions(config, positions_key, added=True)
         self.stack = Stack(
             lambda key: make_block(config, key),
             config.n_layers,
@@ -74,7 +72,7 @@ class Transformer(eqx.Module):
     ) -> tuple[Float[Array, "*batch seq d_model"], Caches, Float[Array, ""]]:
         """Hidden states of ids that follow `before`, caches with them added, and the auxiliary
         loss. Without `before`, the sequence begins with `ids`."""
-        embedding_key, stack_key = (None, None) if key is None else jax.random.split(key)
+        embedding_key, stack_key = split_key(key, 2)
         back, seq = len(self.previous), ids.shape[-1]
         if before is None:
             before = jnp.full((*ids.shape[:-1], back), -1, ids.dtype)

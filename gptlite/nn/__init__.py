@@ -1,6 +1,6 @@
 """The parts that all models are built from."""
 
-from gptlite.nn.attention import Attention, CrossAttention, Heads, Memory, ValueResidual
+from gptlite.nn.attention import Attention, CrossAttention, Heads, MemoryKV, ValueResidual
 from gptlite.nn.block import Block, BlockCache, ParallelBlock, PostNorm, PreNorm, SandwichNorm
 from gptlite.nn.cache import Cache, KVCache
 from gptlite.nn.context import WHOLE_SEQUENCE, Context

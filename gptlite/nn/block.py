@@ -9,8 +9,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from gptlite.config import UserError
-from gptlite.nn.attention import Memory
-from gptlite.nn.context import WHOLE_SEQUENCE, Context, Rows
+from gptlite.nn.attention import MemoryKV
+from gptlite.nn.context import WHOLE_SEQUENCE, Context, PerSequence
 
 
 class PreNorm(eqx.Module):
@@ -30,7 +30,7 @@ class PreNorm(eqx.Module):
 class PostNorm(eqx.Module):
     """`norm(x + branch(x))` (Vaswani et al., 2017, section 3.1).
 
-    Measured: against pre-norm, no difference found (-0.002 ± 0.002) (benchmarks/blocks.md).
+    Validation loss against pre-norm: -0.002 ± 0.002 nats per token (benchmarks/blocks.md).
     """
 
     norm: Any
@@ -47,7 +47,7 @@ class PostNorm(eqx.Module):
 class SandwichNorm(eqx.Module):
     """`x + norm_out(branch(norm(x)))` (Ding et al., 2021, "CogView", section 2.4).
 
-    Measured: against pre-norm, 0.032 ± 0.010 nats worse (benchmarks/blocks.md).
+    Validation loss against pre-norm: +0.032 ± 0.010 nats per token (benchmarks/blocks.md).
     """
 
     norm: Any
@@ -69,7 +69,7 @@ class BlockCache(eqx.Module):
     """What a block with cross-attention keeps."""
 
     attention: Any
-    memory: Memory
+    memory: MemoryKV
 
 
 class Block(eqx.Module):
@@ -127,11 +127,12 @@ class Block(eqx.Module):
         self_cache = cache.attention if isinstance(cache, BlockCache) else cache
         h = self.attention_residual.before(x)
         out = self.attention(h, self_cache, context, key=keys[0])
-        y, self_cache = checked(self.attention, out, h, "(y, cache)")
+        y, self_cache = checked(self.attention, out, h, "y", "cache")
         x = self.attention_residual.after(x, drop(y, self.dropout, keys[1]))
-        if self.cross_attention is None or self.cross_residual is None:
+        if self.cross_attention is None:
             cache = self_cache
         else:
+            assert self.cross_residual is not None
             memory = self._read_memory(context) if cache is None else cache.memory
             y = self.cross_attention(self.cross_residual.before(x), memory, key=keys[2])
             x = self.cross_residual.after(x, drop(y, self.dropout, keys[3]))
@@ -140,7 +141,7 @@ class Block(eqx.Module):
         y, aux_loss = run_mlp(self.mlp, h, context.lengths)
         return self.mlp_residual.after(x, drop(y, self.dropout, keys[4])), cache, aux_loss
 
-    def _read_memory(self, context: Context) -> Memory:
+    def _read_memory(self, context: Context) -> MemoryKV:
         if context.memory is None:
             raise ValueError("A block with cross-attention needs a cache or context.memory.")
         return self.cross_attention.read(context.memory, context.memory_lengths)
@@ -150,7 +151,7 @@ class ParallelBlock(eqx.Module):
     """`x + attention(norm(x)) + mlp(norm(x))`, with one norm for both (Wang and Komatsuzaki, 2021,
     "GPT-J"; Chowdhery et al., 2022, "PaLM", section 2). The parts are those of `Block`.
 
-    Measured: against pre-norm, no difference found (+0.008 ± 0.007) (benchmarks/blocks.md).
+    Validation loss against pre-norm: +0.008 ± 0.007 nats per token (benchmarks/blocks.md).
     """
 
     attention: Any
@@ -186,7 +187,7 @@ class ParallelBlock(eqx.Module):
         keys = split_key(key, 3)
         h = self.norm(x)
         out = self.attention(h, cache, context, key=keys[0])
-        attended, cache = checked(self.attention, out, h, "(y, cache)")
+        attended, cache = checked(self.attention, out, h, "y", "cache")
         y, aux_loss = run_mlp(self.mlp, h, context.lengths)
         attended, y = drop(attended, self.dropout, keys[1]), drop(y, self.dropout, keys[2])
         return x + attended + y, cache, aux_loss
@@ -210,24 +211,23 @@ def first_values(
 
 
 def run_mlp(
-    mlp: Any, x: Float[Array, "*batch seq d_model"], lengths: Rows | None
+    mlp: Any, x: Float[Array, "*batch seq d_model"], lengths: PerSequence | None
 ) -> tuple[Float[Array, "*batch seq d_model"], Float[Array, ""]]:
     """The output and the auxiliary loss."""
     y = checked(mlp, mlp(x), x, "y")
     return y, mlp.aux_loss(x, lengths) if hasattr(mlp, "aux_loss") else jnp.zeros(())
 
 
-def checked(part: Any, out: Any, x: Array, form: str) -> Any:
+def checked(part: Any, out: Any, x: Array, *names: str) -> Any:
     """`out`, which `part` returned for `x`. A custom part may return anything, and an output of
     another shape would often broadcast, and train.
 
-    **Raises:** `UserError` (while tracing) if it is not of the form `form`, as "(y, cache)", where
-    y has the shape of `x`.
+    **Raises:** `UserError` (while tracing) if it is not a tuple of the values `names` (a single
+    value, if there is one name), of which the first has the shape of `x`.
     """
-    count = len(form.split(","))
-    if count > 1 and not (isinstance(out, tuple) and len(out) == count):
-        raise UserError(f"{type(part).__name__} must return {form}.")
-    y: Any = out if count == 1 else out[0]
+    if len(names) > 1 and not (isinstance(out, tuple) and len(out) == len(names)):
+        raise UserError(f"{type(part).__name__} must return ({', '.join(names)}).")
+    y: Any = out if len(names) == 1 else out[0]
     shape = jnp.shape(y)
     if shape != x.shape:
         raise UserError(

@@ -8,7 +8,7 @@ import jax
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
-from gptlite.nn.context import Rows
+from gptlite.nn.context import PerSequence
 
 
 class KVCache(eqx.Module):
@@ -22,7 +22,7 @@ class KVCache(eqx.Module):
         self,
         keys: Float[Array, "*batch kv_heads seq d_head"],
         values: Float[Array, "*batch kv_heads seq d_head"],
-        start: Rows,
+        start: PerSequence,
     ) -> "KVCache":
         """The cache with the positions from `start` on replaced. The caller ensures that they are
         within the capacity: `start` is known only when the program runs."""
@@ -33,18 +33,18 @@ class KVCache(eqx.Module):
 
 
 class Cache(eqx.Module):
-    """What a model keeps of the tokens before."""
+    """The cache of a model: what it keeps of the tokens read so far."""
 
     layers: tuple[Any, ...]
     """The caches of the layers, as their `init_cache` makes them."""
     ids: Int[Array, "*batch places"]
     """The tokens, after a -1 (no token) for each earlier token that the embedding adds."""
-    length: Rows
+    length: PerSequence
     """How many tokens have been read: a number for all sequences, or one for each."""
 
 
 def write_at(
-    array: Shaped[Array, "..."], update: Shaped[Array, "..."], start: Rows, axis: int
+    array: Shaped[Array, "..."], update: Shaped[Array, "..."], start: PerSequence, axis: int
 ) -> Shaped[Array, "..."]:
     """`array` with `update` written along `axis` (negative) from `start` on. Where there is a start
     for each row, the rows are the leading axes."""
@@ -55,7 +55,7 @@ def write_at(
 
 
 def read_at(
-    array: Shaped[Array, "..."], start: Rows, length: int, axis: int
+    array: Shaped[Array, "..."], start: PerSequence, length: int, axis: int
 ) -> Shaped[Array, "..."]:
     """`length` entries of `array` along `axis`, as `write_at` writes them."""
     read = functools.partial(lax.dynamic_slice_in_dim, slice_size=length, axis=axis)

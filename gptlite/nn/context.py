@@ -1,30 +1,30 @@
-"""The arguments of a layer other than its input."""
+"""What a layer knows about its input."""
 
 import equinox as eqx
 from jaxtyping import Array, Float, Int
 
 # A number for all sequences of a batch, or one for each.
-Rows = Int[Array, "..."]
+PerSequence = Int[Array, "..."]
 # A plain int is known while JAX traces: 0 means whole sequences.
-Start = int | Rows
+Start = int | PerSequence
 
 
 class Context(eqx.Module):
-    """The arguments of a layer other than its input. Default: a whole sequence without padding.
+    """What a layer knows about its input. Default: a whole sequence without padding.
 
     It is one object, so that a new kind of layer adds a field here, and not an argument to all
     other layers.
     """
 
     start: Start = 0
-    """The position of the input's first token: as many tokens are in the cache."""
-    lengths: Rows | None = None
+    """The position of the input's first token, which is the number of tokens in the cache."""
+    lengths: PerSequence | None = None
     """How many of the input's tokens are real; padding follows them. None: all."""
     first_values: Float[Array, "*batch seq d"] | None = None
     """The first layer's values, for `ValueResidual`."""
     memory: Float[Array, "*batch keys d_model"] | None = None
     """An encoder's output, for `CrossAttention`."""
-    memory_lengths: Rows | None = None
+    memory_lengths: PerSequence | None = None
     """How many of the encoder's tokens are real. None: all."""
 
 

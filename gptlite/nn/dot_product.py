@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from gptlite.nn.context import Start
-from gptlite.nn.positions import positions
+from gptlite.nn.positions import token_positions
 from gptlite.nn.product import product
 from gptlite.sharding import targets_nvidia
 
@@ -78,7 +78,7 @@ def causal_mask(
 ) -> Bool[Array, "*rows 1 queries keys"]:
     """Query i, at position `start + i`, sees the keys up to that position, with `window` the last
     `window` of these."""
-    query, key = positions(queries, start)[..., None, :, None], jnp.arange(keys)
+    query, key = token_positions(queries, start)[..., None, :, None], jnp.arange(keys)
     seen = key <= query
     return seen if window is None else seen & (key > query - window)
 

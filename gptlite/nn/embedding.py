@@ -8,8 +8,8 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 
 class Embedding(eqx.Module):
-    """`scale` times row `id` of `weight`, for any array of ids (`eqx.nn.Embedding` takes a single
-    one); zeros for a negative id, which means no token.
+    """Rows of `weight` times `scale`, for ids of any shape (`eqx.nn.Embedding` takes a single id).
+    A negative id means no token and gives zeros.
 
     Vaswani et al., 2017, section 3.4, scale by sqrt(d).
     """

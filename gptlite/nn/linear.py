@@ -11,9 +11,9 @@ from gptlite.nn.product import product
 class Linear(eqx.Module):
     """`y = x Wᵀ + b` on the last axis.
 
-    In place of `eqx.nn.Linear`, which takes one vector: `vmap`ped over batch and sequence that
-    becomes a product of rank 3, and XLA's CPU code for those takes 1.5 times as long as for the
-    single product over all rows in `project`.
+    Not `eqx.nn.Linear`, which takes a single vector. Under `vmap` over batch and sequence it
+    becomes a product of rank 3, which takes 1.5 times as long on a CPU as the matrix product in
+    `project`.
 
     `weight` is `[d_out, d_in]`, as in `eqx.nn.Linear` and PyTorch.
     """

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from gptlite.nn.context import Rows
+from gptlite.nn.context import PerSequence
 from gptlite.nn.linear import Linear
 from gptlite.nn.product import widen
 
@@ -33,8 +33,8 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 class MLP(eqx.Module):
     """`down(activation(up(x)))`.
 
-    Measured: against ReLU², GELU no difference found (-0.001 ± 0.007), SiLU 0.014 ± 0.006 nats
-    worse, ReLU no difference found (+0.011 ± 0.006) (benchmarks/blocks.md).
+    Validation loss against ReLU², nats per token: GELU -0.001 ± 0.007, SiLU +0.014 ± 0.006, ReLU
+    +0.011 ± 0.006 (benchmarks/blocks.md).
     """
 
     up: Linear
@@ -63,11 +63,11 @@ class MLP(eqx.Module):
 
 
 class GatedMLP(eqx.Module):
-    """`down(activation(gate(x)) · up(x))` (Shazeer, 2020): SwiGLU with SiLU (eq. 6), GEGLU with
-    GELU (eq. 6).
+    """`down(activation(gate(x)) · up(x))` (Shazeer, 2020, eq. 6): SwiGLU with SiLU, GEGLU with
+    GELU.
 
-    Measured: against a ReLU² MLP with as many parameters, SwiGLU 0.015 ± 0.006 nats better, GEGLU
-    no difference found (-0.010 ± 0.008) (benchmarks/blocks.md).
+    Validation loss against a ReLU² MLP with as many parameters, nats per token: SwiGLU -0.015 ±
+    0.006, GEGLU -0.010 ± 0.008 (benchmarks/blocks.md).
     """
 
     gate: Linear
@@ -107,8 +107,8 @@ class MoE(eqx.Module):
     columns of one wide MLP. Every expert computes every token, and the outputs of experts that were
     not picked are multiplied by 0. So a token costs as much as all experts together.
 
-    Measured: 4 experts, 2 a token, each half as wide as the MLP, 0.019 ± 0.006 nats worse than it
-    (benchmarks/blocks.md).
+    Validation loss of 4 experts, 2 per token, each half as wide as the MLP, against the MLP: +0.019
+    ± 0.006 nats per token (benchmarks/blocks.md).
     """
 
     router: Linear
@@ -150,7 +150,7 @@ class MoE(eqx.Module):
         return self.down((hidden * gate[..., None]).reshape(*x.shape[:-1], -1))
 
     def aux_loss(
-        self, x: Float[Array, "*batch seq d_model"], lengths: Rows | None = None
+        self, x: Float[Array, "*batch seq d_model"], lengths: PerSequence | None = None
     ) -> Float[Array, ""]:
         """The mean over sequences of `balance_loss · n_experts · sum_i f_i P_i`.
 

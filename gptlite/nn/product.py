@@ -8,7 +8,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from gptlite.sharding import row_parts
+from gptlite.sharding import n_row_shards
 
 
 def wide_dtype(dtype: DTypeLike) -> jnp.dtype:
@@ -46,7 +46,8 @@ def _by_platform(function: Callable, on_cpu: Callable, a: Array, b: Array) -> Ar
     return lax.platform_dependent(a, b, cpu=on_cpu, default=function)
 
 
-def _multiply_transposed_b(a: Array, b: Array) -> Array:
+def _abt(a: Array, b: Array) -> Array:
+    """`a @ b.T`."""
     # One operation, no swapped axes: for a single row, XLA's CPU compiler would fetch the swapped
     # factor element by element.
     batch = tuple(range(a.ndim - 2))
@@ -54,18 +55,19 @@ def _multiply_transposed_b(a: Array, b: Array) -> Array:
     return lax.dot_general(a, b, dimensions, preferred_element_type=wide_dtype(a.dtype))
 
 
-def _multiply_transposed_b_on_cpu(a: Array, b: Array) -> Array:
-    return _multiply_on_cpu(a, jnp.swapaxes(b, -1, -2))
+def _abt_on_cpu(a: Array, b: Array) -> Array:
+    return _ab_on_cpu(a, jnp.swapaxes(b, -1, -2))
 
 
-def _multiply(a: Array, b: Array) -> Array:
+def _ab(a: Array, b: Array) -> Array:
+    """`a @ b`."""
     return jnp.matmul(a, b, preferred_element_type=wide_dtype(a.dtype))
 
 
-def _multiply_on_cpu(a: Array, b: Array) -> Array:
+def _ab_on_cpu(a: Array, b: Array) -> Array:
     if a.dtype == jnp.bfloat16:
         a, b = _row_major(a), _row_major(b)
-    return _multiply(a, b)
+    return _ab(a, b)
 
 
 def _row_major(x: Array) -> Array:
@@ -76,25 +78,27 @@ def _row_major(x: Array) -> Array:
 
 
 def _weight_grad(grad: Array, a: Array) -> Array:
-    return _multiply(jnp.swapaxes(grad, -1, -2), a)
+    """`grad.T @ a`."""
+    return _ab(jnp.swapaxes(grad, -1, -2), a)
 
 
 def _weight_grad_on_cpu(grad: Array, a: Array) -> Array:
-    """The narrower factor is transposed, which is up to 1.6 times as fast, also in float32."""
+    """`grad.T @ a`. The narrower factor is transposed, which is up to 1.6 times as fast, also in
+    float32."""
     if a.shape[-1] > grad.shape[-1]:
-        return _multiply_transposed_on_cpu(grad, a)
-    out = _multiply_transposed_on_cpu(a, grad)
+        return _atb_on_cpu(grad, a)
+    out = _atb_on_cpu(a, grad)
     # The barrier keeps XLA from transposing both factors in place of the result.
     return jnp.swapaxes(lax.optimization_barrier(out), -1, -2)
 
 
-def _multiply_transposed_on_cpu(
+def _atb_on_cpu(
     a: Float[Array, "*batch m k"], b: Float[Array, "*batch m n"]
 ) -> Float[Array, "*batch k n"]:
-    """`aᵀ b`."""
-    parts = row_parts(len(a)) if a.ndim == 2 else 1
+    """`a.T @ b`."""
+    parts = n_row_shards(len(a)) if a.ndim == 2 else 1
     if parts == 1 or a.dtype != jnp.bfloat16:
-        return _multiply_on_cpu(jnp.swapaxes(a, -1, -2), b)
+        return _ab_on_cpu(jnp.swapaxes(a, -1, -2), b)
     # Each device's rows by themselves: a flat `aᵀ` would mix them, and be gathered.
     a, b = (x.reshape(parts, -1, x.shape[-1]) for x in (a, b))
     a, b = _row_major(jnp.swapaxes(a, 1, 2)), _row_major(b)
@@ -103,14 +107,14 @@ def _multiply_transposed_on_cpu(
 
 
 def _forward(a, b):
-    return _by_platform(_multiply_transposed_b, _multiply_transposed_b_on_cpu, a, b), (a, b)
+    return _by_platform(_abt, _abt_on_cpu, a, b), (a, b)
 
 
 def _backward(factors, grad):
     a, b = factors
     # A float32 gradient would make this a float32 product.
     grad = grad.astype(a.dtype)
-    grad_a = _by_platform(_multiply, _multiply_on_cpu, grad, b)
+    grad_a = _by_platform(_ab, _ab_on_cpu, grad, b)
     grad_b = lax.platform_dependent(grad, a, cpu=_weight_grad_on_cpu, default=_weight_grad)
     return grad_a.astype(a.dtype), grad_b.astype(b.dtype)
 

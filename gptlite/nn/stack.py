@@ -134,7 +134,7 @@ class Stack(eqx.Module):
 def _run(
     block: Any, x: Array, cache: Any, context: Context, key: PRNGKeyArray | None
 ) -> tuple[Array, Any, Array]:
-    """One layer, with its parameters gathered and the rows of its output spread over devices."""
+    """One layer, with its parameters gathered and the rows of its output sharded over devices."""
     out = gathered(block, "blocks.0")(x, cache, context, key=key)
-    y, cache, aux_loss = checked(block, out, x, "(y, cache, aux_loss)")
+    y, cache, aux_loss = checked(block, out, x, "y", "cache", "aux_loss")
     return constrain(y, "batch", None, None), cache, jnp.asarray(aux_loss, jnp.float32)

@@ -2,16 +2,18 @@
 
     parameters  no array is in a static field or complex
     shapes      the output has the shape and dtype of the input (of a model: logits)
-    jit         traced and compiled twice, it gives the same
+    jit         compiling twice gives the same output
     causal      no output depends on a later input
-    both ways   of an encoder instead: every output depends on every input; of an encoder-decoder
-                also: every output depends on every token of the source
-    batch       a sequence gives the same alone, in a batch, and under vmap
-    cached      the same at once and in portions, also where each row has portions of its own length
+    bidirectional
+                encoder, instead of causal: every output depends on every input; encoder-decoder, in
+                addition: every output depends on every token of the source
+    batch       a sequence gives the same output alone, in a batch and under vmap
+    cached      decoding in chunks gives the output of one call, also with chunks of different
+                lengths in each row
     padding     padding after a sequence changes nothing
     gradients   finite, not zero for any parameter, and right by finite differences in float64
     bfloat16    close to float32
-    scan        a stack of it gives the same unrolled and scanned
+    scan        a stack of blocks gives the same output unrolled and scanned
 
 From the command line: `python -m gptlite.research.check_block FILE.py:CLASS`, with options as
 `FILE.py:CLASS:rank=4`.
@@ -32,13 +34,13 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from gptlite.cli import errors_as_sentences
-from gptlite.config import ModelConfig, UserError, is_custom, require, split_variant
+from gptlite.cli import exit_on_error
+from gptlite.config import ModelConfig, UserError, is_custom, require, split_options
 from gptlite.custom import load_class
 from gptlite.models.build import parse_options
 from gptlite.models.summary import count_parameters
 from gptlite.pytrees import path_name
-from gptlite.research.checks import CHECKS, left_out
+from gptlite.research.checks import CHECKS, inapplicable
 from gptlite.research.subject import Kind, make_subject
 
 SMALL = ModelConfig(n_layers=2, n_heads=2, d_model=16, context_length=16)
@@ -81,7 +83,7 @@ def check_block(
     d_model: int | None = None,
     causal: bool | None = None,
     seq: int = 8,
-    idle: Sequence[str] = (),
+    zero_grad: Sequence[str] = (),
     checks: Sequence[str] = tuple(CHECKS),
     seed: int = 0,
 ) -> Report:
@@ -102,13 +104,15 @@ def check_block(
     - `causal`: False for an encoder's block, in which every token sees every other. Default: False
       for an `Encoder` and for what has an `Attention` that is not causal.
     - `seq`: tokens in a sequence; more than any window or chunk that the block has.
-    - `idle`: names of parameters that are known to have no gradient: constants, and the bias of
+    - `zero_grad`: names of parameters whose gradient is zero by design: constants, and the bias of
       attention's keys without rotary positions and QK-norm, which softmax cancels.
     - `checks`: the names of the checks to run. Default: all.
     - `seed`: of the parameters and inputs.
 
     **Raises:** `CheckError`, which names all checks that fail.
     """
+    unknown = sorted(set(checks) - CHECKS.keys())
+    require(not unknown, f"There is no check {unknown}: there are {', '.join(CHECKS)}.")
     key = jax.random.key(seed)
     name = block.__name__ if isinstance(block, type) else type(block).__name__
     if isinstance(block, type):
@@ -121,14 +125,15 @@ def check_block(
                 name, [("shapes", f"it cannot be built: {describe(error)}")]
             ) from error
         d_model = config.d_model
-    block = _move_parameters(block, np.random.default_rng(seed), idle)
+    block = _move_parameters(block, np.random.default_rng(seed), zero_grad)
     try:
-        subject = make_subject(block, kind, d_model, causal, seq, idle, seed)
+        subject = make_subject(block, kind, d_model, causal, seq, zero_grad, seed)
     except UserError as error:
         raise CheckError(name, [("shapes", str(error))]) from error
-    applies = [check for check in checks if check not in left_out(subject)]
+    left_out = inapplicable(subject)
+    selected = [check for check in checks if check not in left_out]
     failures = []
-    for check in applies:
+    for check in selected:
         try:
             # GPUs multiply float32 numbers in a shorter format by default.
             with jax.default_matmul_precision("highest"):
@@ -141,14 +146,14 @@ def check_block(
                 break  # the others would only repeat it
     if failures:
         raise CheckError(name, failures)
-    return Report(name, subject.kind, subject.width, count_parameters(block), tuple(applies))
+    return Report(name, subject.kind, subject.width, count_parameters(block), tuple(selected))
 
 
-def _move_parameters(block: Any, random: np.random.Generator, idle: Sequence[str]) -> Any:
-    """Every parameter a little moved, and far from zero where it was zero."""
+def _move_parameters(block: Any, random: np.random.Generator, zero_grad: Sequence[str]) -> Any:
+    """Every parameter perturbed, so that none is zero."""
 
     def move(path, leaf):
-        if not eqx.is_inexact_array(leaf) or path_name(path) in idle:
+        if not eqx.is_inexact_array(leaf) or path_name(path) in zero_grad:
             return leaf
         value = np.asarray(leaf)
         size = float(np.sqrt(np.mean(np.abs(value) ** 2))) if value.size else 0.0
@@ -172,26 +177,26 @@ def describe(error: Exception) -> str:
 def main(
     block: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE.py:CLASS[:rank=4]")],
     *,
-    idle: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = (),
-    both_ways: bool = False,
+    zero_grad: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = (),
+    bidirectional: bool = False,
     debug: bool = False,
 ) -> None:
     """Check a block of your own, built as CLASS(config, key=key).
 
     Args:
         block: The file and the class, with the options of the class.
-        idle: A parameter that is known to have no gradient; may be given several times.
-        both_ways: It is an encoder's block: every output depends on every input.
+        zero_grad: A parameter whose gradient is zero by design; may be given several times.
+        bidirectional: Check an encoder's block, in which every output depends on every input.
         debug: Show where in the code an error came from.
     """
-    with errors_as_sentences(debug):
-        name, given = split_variant(block)
+    with exit_on_error(debug):
+        name, given = split_options(block)
         require(is_custom(name), f"A block is named as FILE.py:CLASS, got {block!r}.")
         loaded = load_class(name)
         options = parse_options(name, loaded, given)
         try:
-            causal = False if both_ways else None
-            print(check_block(loaded, options=options, causal=causal, idle=idle))
+            causal = False if bidirectional else None
+            print(check_block(loaded, options=options, causal=causal, zero_grad=zero_grad))
         except CheckError as error:
             print(error)
             sys.exit(1)

@@ -13,7 +13,14 @@ import numpy as np
 from gptlite.config import require
 from gptlite.nn.stack import Stack
 from gptlite.pytrees import path_name
-from gptlite.research.subject import BATCH, Subject, calls_of_targets, jit, modules_in, run_compiled
+from gptlite.research.subject import (
+    BATCH,
+    Subject,
+    call_jitted,
+    calls_of_targets,
+    modules_in,
+    run_compiled,
+)
 from gptlite.training.optimizer import inside
 from gptlite.training.step import cast
 
@@ -63,7 +70,7 @@ def check_shapes(s: Subject) -> str | None:
 
 def check_jit(s: Subject) -> str | None:
     again = eqx.filter_jit(lambda *arguments: s.call(*arguments))(s.module, s.x, None, None)
-    return _compare(again, s.run(s.x), "compiled again", "compiled")
+    return _compare(again, s.run(s.x), "a second compilation", "the first")
 
 
 def check_causal(s: Subject) -> str | None:
@@ -76,13 +83,13 @@ def check_causal(s: Subject) -> str | None:
                 i = np.unravel_index(moved.argmax(), moved.shape)[1]
                 return (
                     f"the output at position {i} depends on inputs from position {place} on: it "
-                    f"moves by {moved.max():.2g} (numbers are up to {_size(before):.2g})"
+                    f"changes by {moved.max():.2g} (the largest value is {_size(before):.2g})"
                     + ("." if key is None else " (given a key).")
                 )
     return None
 
 
-def check_both_ways(s: Subject) -> str | None:
+def check_bidirectional(s: Subject) -> str | None:
     if s.source is None:
         return _depends_on_all(s.run, s.x, s.other, "output", "input")
     functions: dict[str, Callable[..., Any]] = {
@@ -117,13 +124,13 @@ def _depends_on_all(
 def check_batch(s: Subject) -> str | None:
     together = s.run(s.x)
     for row, x in enumerate(s.x):
-        message = _compare(together[row], s.run(x), f"sequence {row} in a batch", "alone")
+        message = _compare(together[row], s.run(x), f"sequence {row} of a batch", "the same alone")
         if message:
             return message
     mapped = run_compiled(
         eqx.filter_vmap(s.call, in_axes=(None, 0, None, None)), s.module, s.x, None, None
     )
-    message = _compare(mapped, together, "under vmap", "as a batch")
+    message = _compare(mapped, together, "vmap", "the batch")
     if message or s.source is None:
         return message
     # Each with a source of its own, of its own length.
@@ -136,7 +143,7 @@ def check_batch(s: Subject) -> str | None:
     together = run_compiled(call, s.module, sources, s.x, lengths)
     for row, length in enumerate(lengths):
         alone = run_compiled(call, s.module, sources[row, :length], s.x[row], None)
-        message = _compare(together[row], alone, f"pair {row} in a batch", "alone")
+        message = _compare(together[row], alone, f"pair {row} of a batch", "the same alone")
         if message:
             return message
     return None
@@ -146,39 +153,40 @@ def check_cached(s: Subject) -> str | None:
     whole = s.run(s.x)
     half = s.seq // 2
     ways: dict[str, list[Any]] = {
-        "one token at a time": [1] * s.seq,
-        "in portions": [s.seq - half, half],
+        "token by token": [1] * s.seq,
+        "in two chunks": [s.seq - half, half],
     }
     if s.kind != "layer":
         first = np.array([2, 3, 4][:BATCH])
-        ways["in portions of another length in each row"] = [first, s.seq - first]
-    for what, portions in ways.items():
-        message = _compare(_read(s, s.x, portions), whole, f"read {what}", "at once")
+        ways["in chunks of a different length in each row"] = [first, s.seq - first]
+    one_call = "one call without a cache"
+    for what, chunks in ways.items():
+        message = _compare(_decode(s, s.x, chunks), whole, f"decoding {what}", one_call)
         if message:
             return message
     # A cache without a batch axis, as generation makes one for a single text.
     message = _compare(
-        _read(s, s.x[0], ways["in portions"]), whole[0], "alone, read in portions", "at once"
+        _decode(s, s.x[0], ways["in two chunks"]), whole[0], "decoding one text", one_call
     )
     if message or s.source is None:
         return message
     padded = np.concatenate([s.source, s.source[:2]])
     calls = calls_of_targets(padded, np.asarray(len(s.source)))
-    found = _read(dataclasses.replace(s, **calls), s.x, ways["in portions"])
-    return _compare(found, whole, "cached, with padding after the source", "without")
+    found = _decode(dataclasses.replace(s, **calls), s.x, ways["in two chunks"])
+    return _compare(found, whole, "decoding with padding after the source", one_call)
 
 
-def _read(s: Subject, x: np.ndarray, portions: Sequence[Any]) -> np.ndarray:
-    """The outputs for `x`, read with a cache in portions of these lengths: a number for all rows,
-    or one for each. The first portion is followed by padding, as generation pads prompts."""
+def _decode(s: Subject, x: np.ndarray, chunks: Sequence[Any]) -> np.ndarray:
+    """The outputs for `x`, decoded with a cache in chunks of these lengths: a number for all rows,
+    or one for each. The first chunk is followed by padding, as generation pads prompts."""
     assert s.init_cache is not None
     batch = x.shape[:1] if x.ndim == s.x.ndim else ()
     other = s.other if batch else s.other[0]
-    cache, done = jit(s.init_cache, s.module, x), np.zeros((), np.int32)
-    kind = _kind_of(cache)
+    cache, done = call_jitted(s.init_cache, s.module, x), np.zeros((), np.int32)
+    spec = _cache_spec(cache)
     out = np.zeros((*batch, s.seq, s.width), np.float64)
-    for portion in portions:
-        count = np.asarray(portion, np.int32)
+    for chunk in chunks:
+        count = np.asarray(chunk, np.int32)
         width = s.seq if not done.any() and s.kind != "layer" else int(count.max())
         places = np.broadcast_to(done[..., None] + np.arange(width), (*batch, width))
         real = np.broadcast_to(np.arange(width) < count[..., None], (*batch, width))
@@ -186,9 +194,10 @@ def _read(s: Subject, x: np.ndarray, portions: Sequence[Any]) -> np.ndarray:
         inside = (*rows, np.minimum(places, s.seq - 1))
         shaped = real.reshape(*real.shape, *(1,) * (x.ndim - real.ndim))
         part = np.where(shaped, x[inside], other[inside])
-        y, cache = jit(s.extend, s.module, part, cache, done, count)
+        y, cache = call_jitted(s.extend, s.module, part, cache, done, count)
         require(
-            _kind_of(cache) == kind, f"a cache of {kind} comes back as one of {_kind_of(cache)}."
+            _cache_spec(cache) == spec,
+            f"a cache of {spec} is returned as one of {_cache_spec(cache)}.",
         )
         out[(*(index[real] for index in rows), places[real])] = np.asarray(y, np.float64)[real]
         done = done + count
@@ -202,8 +211,8 @@ def check_padding(s: Subject) -> str | None:
     padded = s.run(np.where(shaped, s.x, s.other), lengths)
     for row, length in enumerate(lengths):
         alone = s.run(s.x[row, :length])
-        what = f"row {row} with {s.seq - length} tokens of padding after it"
-        message = _compare(padded[row, :length], alone, what, "without")
+        what = f"row {row} with {s.seq - length} padding tokens"
+        message = _compare(padded[row, :length], alone, what, "the same row without")
         if message:
             return message
     return None
@@ -232,40 +241,39 @@ def check_gradients(s: Subject) -> str | None:
             return jnp.sum(weights * jnp.sin(call(leaves)))
 
         @jax.jit
-        def slopes(leaves, directions):
-            """Along each parameter's direction: by the gradient, and by differences."""
+        def directional_derivatives(leaves, directions):
+            """Along each parameter's direction: by the gradient, and by finite differences."""
             grads = jax.grad(loss)(leaves)
 
             def moved(steps):
                 return loss([p + t * d for p, t, d in zip(leaves, steps, directions, strict=True)])
 
             eye = jnp.eye(len(leaves))
-            along = [jnp.vdot(g, d) for g, d in zip(grads, directions, strict=True)]
+            analytic = [jnp.vdot(g, d) for g, d in zip(grads, directions, strict=True)]
             steps = jnp.concatenate([sign * h * eye for h in DIFFERENCES for sign in (1, -1)])
             ends = jax.lax.map(moved, steps).reshape(len(DIFFERENCES), 2, -1)
             widths = 2 * jnp.array(DIFFERENCES)[:, None]
-            return grads, jnp.stack(along), (ends[:, 0] - ends[:, 1]) / widths
+            return grads, jnp.stack(analytic), (ends[:, 0] - ends[:, 1]) / widths
 
-        grads, along, by_difference = jax.device_get(slopes(leaves, directions))
+        grads, analytic, numeric = jax.device_get(directional_derivatives(leaves, directions))
     for name, grad, layers in zip(names, grads, stacked, strict=True):
         for layer, part in enumerate(grad if layers else [grad]):
             of = name + (f" of layer {layer}" if layers else "")
             if not np.isfinite(part).all():
                 return f"the gradient of {of} is not finite."
-            if name not in s.idle and not np.abs(part).max() > 1e-12:
+            if name not in s.zero_grad and not np.abs(part).max() > 1e-12:
                 return (
-                    f"{of} changes nothing: its gradient is zero. (If it is known to do "
-                    f"nothing, idle=[{name!r}].)"
+                    f"the gradient of {of} is zero. (If that is by design: zero_grad=[{name!r}].)"
                 )
-    error = np.abs(by_difference - along).min(axis=0)
-    size = np.maximum(np.abs(along), np.abs(by_difference).min(axis=0))
-    # Slopes below 1e-3 of the largest are compared with that.
+    error = np.abs(numeric - analytic).min(axis=0)
+    size = np.maximum(np.abs(analytic), np.abs(numeric).min(axis=0))
+    # Errors of derivatives below 1e-3 of the largest are relative to that.
     wrong = error / np.maximum(size, 1e-3 * np.max(size)) > DERIVATIVE
     if wrong.any():
         i = int(wrong.argmax())
         return (
-            f"the gradient of {names[i]} is wrong: {along[i]:.4g} along a direction in which "
-            f"the output changes by {by_difference[-1][i]:.4g}."
+            f"the gradient of {names[i]} is wrong: its directional derivative is "
+            f"{analytic[i]:.4g}, and finite differences give {numeric[-1][i]:.4g}."
         )
     return None
 
@@ -306,7 +314,7 @@ def check_scan(s: Subject) -> str | None:
         return eqx.tree_at(lambda stack: stack.blocks, stack, blocks)(x)[0]
 
     unrolled, scanned = (run_compiled(run_stack, arrays, s.x, scan) for scan in (False, True))
-    return _compare(scanned, unrolled, "scanned", "unrolled")
+    return _compare(scanned, unrolled, "the scanned stack", "the unrolled stack")
 
 
 CHECKS: dict[str, Callable[[Subject], str | None]] = {
@@ -314,7 +322,7 @@ CHECKS: dict[str, Callable[[Subject], str | None]] = {
     "shapes": check_shapes,
     "jit": check_jit,
     "causal": check_causal,
-    "both ways": check_both_ways,
+    "bidirectional": check_bidirectional,
     "batch": check_batch,
     "cached": check_cached,
     "padding": check_padding,
@@ -324,21 +332,21 @@ CHECKS: dict[str, Callable[[Subject], str | None]] = {
 }
 
 
-def left_out(s: Subject) -> set[str]:
+def inapplicable(s: Subject) -> set[str]:
     """The checks that do not apply to the block."""
-    left_out = set() if s.causal else {"causal"}
+    inapplicable = set() if s.causal else {"causal"}
     if s.causal and s.source is None:
-        left_out.add("both ways")
+        inapplicable.add("bidirectional")
     if not s.causal or s.init_cache is None:
-        left_out.add("cached")
+        inapplicable.add("cached")
     if s.kind == "layer" or (s.kind == "model" and s.init_cache is None):
-        left_out.add("padding")
+        inapplicable.add("padding")
     if s.kind != "block":
-        left_out.add("scan")
-    return left_out
+        inapplicable.add("scan")
+    return inapplicable
 
 
-def _kind_of(cache: Any) -> str:
+def _cache_spec(cache: Any) -> str:
     """Dtypes and shapes of a cache's arrays, without a model's length, which may be one for all
     rows or one for each."""
     arrays = [x for x in jax.tree.leaves(cache) if jnp.issubdtype(x.dtype, jnp.inexact)]
@@ -374,6 +382,6 @@ def _compare(found: Any, wanted: Any, what: str, than: str) -> str | None:
         return None
     place = np.unravel_index(error.argmax(), error.shape)[-1]
     return (
-        f"{what}, the output at position {place} is off by {error.max():.2g} from {than} "
-        f"(numbers are up to {_size(wanted):.2g})."
+        f"{what} differs from {than} by {error.max():.2g} at position {place} (the largest value "
+        f"is {_size(wanted):.2g})."
     )

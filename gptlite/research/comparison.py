@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import json
 import math
 import os
 import re
@@ -25,7 +26,7 @@ from gptlite.research.statistics import Verdict, judge
 from gptlite.text.tokenizer import Tokenizer
 from gptlite.text.tokens import Split
 
-# Dispatches by which a variant's speed is compared with the base's, by turns.
+# Interleaved dispatches that time a variant against the base.
 TIMED_DISPATCHES = 5
 # Share of the free memory that seeds may fill together.
 MEMORY_SHARE = 0.6
@@ -33,7 +34,7 @@ MEMORY_SHARE = 0.6
 
 @dataclass(frozen=True)
 class Result:
-    """A trained variant. Losses are in nats a token."""
+    """A trained variant. Losses are in nats per token."""
 
     name: str
     steps: int
@@ -173,7 +174,7 @@ class Comparison:
         settings = {
             **_flat(config),
             "--equal": self._equal,
-            "tokenizer": self._tokenizer.to_json(),
+            "tokenizer": hashlib.sha256(json.dumps(self._tokenizer.to_json()).encode()).hexdigest(),
             "text": self._corpus_sha256,
         }
         if self._equal != "steps":  # then the base decides the number of steps
@@ -197,7 +198,7 @@ class Comparison:
         return self._cost(config)[1] * config.training.batch_size * config.model.context_length
 
     def _count_cost(self, config: Config) -> tuple[int, int]:
-        """Parameters, and training FLOPs a token."""
+        """Parameters, and training FLOPs per token."""
         skeleton = self._skeleton(config)
         return count_parameters(skeleton), flops_per_token(skeleton)[1]
 
@@ -206,7 +207,7 @@ class Comparison:
         return eqx.filter_eval_shape(make_model, config.model, self._tokenizer, key=key)
 
     def _relative_speed(self, config: Config, at_once: int) -> float:
-        """The base's seconds a step over the variant's, in short runs of both by turns."""
+        """The base's seconds per step over the variant's, in short interleaved runs of both."""
         runs = []
         for timed in (self._base, config):
             steps = timed.training.log_every * (TIMED_DISPATCHES + 1)
@@ -254,7 +255,7 @@ def _flat(config: Config) -> dict[str, Any]:
     irrelevant = {
         *("data.corpus", "data.tokenizer", "mesh.fsdp", "mesh.tensor", "training.seed"),
         *("training.sample_tokens", "training.save_seconds", "training.keep"),
-        "training.cpu_devices",
+        *("training.cpu_devices", "training.log_every"),
     }
     return {
         name: value

@@ -72,7 +72,7 @@ def losses(records: Sequence[Mapping[str, Any]]) -> "Figure":
         marker="o",
         markersize=4,
     )
-    axes.set(xlabel="step", ylabel="cross-entropy, nats a token")
+    axes.set(xlabel="step", ylabel="cross-entropy, nats per token")
     axes.grid(alpha=0.3)
     axes.legend()
     return figure
@@ -100,14 +100,14 @@ def comparison(results: "Sequence[Result]") -> "Figure":
             d = judged[result.name].difference
             margin = 0.0 if math.isnan(d.margin) else d.margin
             right.errorbar(d.mean, place, xerr=margin, color=colour, marker="o", capsize=3)
-    left.set(xlabel="step", ylabel="validation loss, nats a token")
+    left.set(xlabel="step", ylabel="validation loss, nats per token")
     left.grid(alpha=0.3)
     if len(results) <= 12:
         left.legend(fontsize="small")
     right.axvline(0, color="black", linewidth=1)
     right.set_yticks(range(1, len(results)), [result.name for result in results[1:]])
     right.invert_yaxis()
-    right.set(xlabel=f"difference to {results[0].name} at the end (left is better)")
+    right.set(xlabel=f"difference to {results[0].name} at the end (negative is better)")
     right.grid(alpha=0.3, axis="x")
     return figure
 

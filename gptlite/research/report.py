@@ -15,12 +15,12 @@ def table(results: Sequence[Result]) -> str:
     rows = [
         {
             "validation loss": _with_margin(estimate(result.losses)),
-            "minus base": "" if verdict is None else _with_margin(verdict.difference, "+"),
+            "Δ base": "" if verdict is None else _with_margin(verdict.difference, "+"),
             "p": "" if verdict is None else _p(verdict.adjusted_p),
             "steps": result.steps,
-            "s a seed": f"{result.seconds:.1f}",
+            "s per seed": f"{result.seconds:.1f}",
             "parameters": f"{result.parameters:,}",
-            "FLOPs a token": f"{result.flops_per_token:,}",
+            "FLOPs per token": f"{result.flops_per_token:,}",
             "": "" if verdict is None else verdict.words,
         }
         for result in results
@@ -36,9 +36,9 @@ def table(results: Sequence[Result]) -> str:
     lines.insert(1, "-" * max(map(len, lines)))
     seeds = len(results[0].curves)
     note = (
-        f"Nats a token at the end, mean of {seeds} seed{'s' * (seeds > 1)} ± half of the 95 % "
-        "interval; differences paired by seed; p of a paired t-test, adjusted for the number of "
-        "variants in this table (Holm), as the intervals are not."
+        f"Final validation loss in nats per token, mean of {seeds} seed{'s' * (seeds > 1)} ± half "
+        "of the 95 % interval. Differences are paired by seed. p-values (paired t-test) are "
+        "adjusted for the number of variants in this table (Holm); intervals are not."
     )
     return "\n".join([*lines, "", note])
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-# The probability that one or more of a table's "better" and "worse" are due to chance.
+# The family-wise error rate: the probability that chance alone makes any "better" or "worse" of a
+# table.
 LEVEL = 0.05
 
 Losses = Sequence[float] | np.ndarray
@@ -29,7 +30,8 @@ class Verdict:
     difference: Estimate
     """Variant minus base, paired by seed."""
     p: float
-    """Of the paired t-test: how often chance alone differs as much; NaN for one seed."""
+    """Of the paired t-test: the probability of a difference at least this large if the two were
+    equal. NaN for one seed."""
     adjusted_p: float
     """The same, adjusted for the number of variants (Holm, 1979)."""
     words: str

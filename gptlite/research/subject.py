@@ -27,7 +27,7 @@ class Subject:
     module: Any
     kind: Kind
     causal: bool
-    idle: Sequence[str]
+    zero_grad: Sequence[str]
     x: np.ndarray
     """`[batch, seq, d_model]`, or ids, `[batch, seq]`."""
     other: np.ndarray
@@ -59,23 +59,20 @@ def make_subject(
     d_model: int | None,
     causal: bool | None,
     seq: int,
-    idle: Sequence[str],
+    zero_grad: Sequence[str],
     seed: int,
 ) -> Subject:
     """**Raises:** `UserError` if the block is too small to be checked, or `d_model` is missing."""
-    if kind is None:
-        if issubclass(type(block), Encoder):
-            kind = "encoder"
-        elif issubclass(type(block), Seq2Seq):
-            kind = "encoder-decoder"
-        elif hasattr(block, "vocab_size"):
-            kind = "model"
-        else:
-            kind = "block" if hasattr(block, "init_cache") else "layer"
+    kind = _kind_of(block) if kind is None else kind
     if causal is None:
         not_causal = any(getattr(module, "causal", True) is False for module in modules_in(block))
         causal = kind == "encoder-decoder" or not not_causal
-    parts: dict[str, Any] = {"module": block, "kind": kind, "causal": causal, "idle": idle}
+    parts: dict[str, Any] = {
+        "module": block,
+        "kind": kind,
+        "causal": causal,
+        "zero_grad": zero_grad,
+    }
     random = np.random.default_rng(seed)
     if kind in ("layer", "block"):
         if d_model is None:
@@ -106,6 +103,16 @@ def make_subject(
         calls = {"call": _call_model, "init_cache": _model_cache, "extend": _extend_model}
         return Subject(**parts, **calls)
     return Subject(**parts, call=_call_layer)
+
+
+def _kind_of(block: Any) -> Kind:
+    if isinstance(block, Encoder):
+        return "encoder"
+    if isinstance(block, Seq2Seq):
+        return "encoder-decoder"
+    if hasattr(block, "vocab_size"):
+        return "model"
+    return "block" if hasattr(block, "init_cache") else "layer"
 
 
 # How each kind is called.
@@ -196,10 +203,10 @@ def modules_in(tree: Any) -> Iterator[Any]:
 
 
 @eqx.filter_jit
-def jit(function: Callable[..., Any], *arguments: Any) -> Any:
+def call_jitted(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(*arguments)
 
 
 def run_compiled(function: Callable[..., Any], *arguments: Any) -> np.ndarray:
     """`function(*arguments)`, compiled."""
-    return np.asarray(jit(function, *arguments))
+    return np.asarray(call_jitted(function, *arguments))

@@ -109,7 +109,7 @@ class Checkpoints:
                 raise ValueError(f"there is a checkpoint of step {self._manager.latest_step()}")
 
     def restore(self, step: int, skeleton: TrainState) -> Checkpoint:
-        """The checkpoint of `step`. Its arrays are spread over devices as those of `skeleton` are.
+        """The checkpoint of `step`. Its arrays are sharded over devices as those of `skeleton` are.
 
         **Raises:** `UserError` if the checkpoint cannot be read or is damaged, or its arrays do not
         have the names, shapes and dtypes of `skeleton`, which is checked before any array is read.
@@ -205,6 +205,7 @@ def _as_user_error(path: Path, done: str) -> Iterator[None]:
             reason = os.strerror(int(code[1]))
         else:
             # TensorStore's messages are a page long. The reason follows the last file name.
-            reason = re.split(r" \[tensorstore_spec|\. See full|\n", str(error).strip())[0]
+            text = str(error).strip() or repr(error)
+            reason = re.split(r" \[tensorstore_spec|\. See full|\n", text)[0]
             reason = reason.rpartition('": ')[2].rstrip(".")
         raise UserError(f"The checkpoint {path} cannot be {done}: {reason}.") from error

@@ -32,6 +32,7 @@ class Display:
                 # Sampled bytes may be control characters, which a terminal would obey.
                 clean = "".join(c if c.isprintable() or c == "\t" else "\ufffd" for c in text)
                 log(f"    | {clean}")
+            self._last_line = line["seconds"]
         elif self._bar.disable and line["seconds"] - self._last_line > SECONDS_BETWEEN_LINES:
             log(f"{shown}  {left:.0f} s left")
             self._last_line = line["seconds"]

@@ -36,28 +36,20 @@ def check_free(path: Path, *, overwrite: bool) -> None:
 
 
 def find_run(name: str | None, weights: str = "best") -> Path:
-    """The folder of the run with that path, or that name in `runs/`. None: of the run with the
+    """The folder of a run, given its path or its name in `runs/`. None: the run in `runs/` with the
     newest `weights`, best or last.
 
     **Raises:** `UserError` if there is none.
     """
     if name is None:
-        return newest_run(RUNS_FOLDER, weights)
+        files = [path for path in RUNS_FOLDER.glob(f"*/{weights}.safetensors") if path.is_file()]
+        if not files:
+            raise UserError(
+                f"There is no trained model in {RUNS_FOLDER}/ yet: run `python train.py` first, or "
+                "name one with --run."
+            )
+        return max(files, key=lambda path: path.stat().st_mtime).parent
     for path in (Path(name), RUNS_FOLDER / name):
         if os.path.isfile(path / "config.json"):
             return path
     raise UserError(f"{name} is not a run: neither it nor {RUNS_FOLDER / name} has a config.json.")
-
-
-def newest_run(folder: Path, weights: str = "best") -> Path:
-    """The run in `folder` with the newest `weights`, best or last.
-
-    **Raises:** `UserError` if there is none with weights.
-    """
-    files = [path for path in folder.glob(f"*/{weights}.safetensors") if path.is_file()]
-    if not files:
-        raise UserError(
-            f"There is no trained model in {folder}/ yet: run `python train.py` first, or name "
-            "one with --run."
-        )
-    return max(files, key=lambda path: path.stat().st_mtime).parent

@@ -17,6 +17,7 @@ All files are plain data: nothing in a run is executed when it is loaded.
 
 import contextlib
 import json
+import math
 import os
 import shlex
 import shutil
@@ -27,10 +28,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from filelock import BaseFileLock
+from filelock import AcquireReturnProxy
 
 from gptlite.config import Config, UserError
-from gptlite.custom import custom_options
+from gptlite.custom import custom_arguments
 from gptlite.files import lock, sync, write_atomically, write_json
 from gptlite.progress import log
 from gptlite.runs.checkpoints import Checkpoint, Checkpoints, Record, list_steps
@@ -54,7 +55,7 @@ class RunFolder:
         """The best evaluation."""
         self.last: dict[str, Any] = {}
         """The last line of metrics."""
-        self._lock: BaseFileLock | None = None
+        self._lock: AcquireReturnProxy | None = None
         self._checkpoints: Checkpoints | None = None
         self._config = Config()
         self._corpus_sha256 = ""
@@ -69,10 +70,13 @@ class RunFolder:
         if self._checkpoints is not None:
             self._checkpoints.close()
         if self._lock is not None:
-            self._lock.release()
+            self._lock.lock.release()
 
     def lock(self) -> None:
-        """**Raises:** `UserError` if another process trains this run."""
+        """Lock the run.
+
+        **Raises:** `UserError` if another process trains it.
+        """
         # Next to the run folder, because `--overwrite` replaces the folder. Resolved, so that all
         # spellings of the path share one lock.
         if self._lock is not None:
@@ -97,8 +101,8 @@ class RunFolder:
         new, old = (self.path.with_name(f".{self.path.name}.{what}") for what in ("new", "old"))
         with self._writing():
             try:
-                for left in (new, old):
-                    shutil.rmtree(left, ignore_errors=True)
+                for leftover in (new, old):
+                    shutil.rmtree(leftover, ignore_errors=True)
                 new.mkdir()
                 save_config(config, new / "config.json")
                 write_json(new / "tokenizer.json", tokenizer.to_json())
@@ -107,8 +111,8 @@ class RunFolder:
                     self.path.rename(old)
                 new.rename(self.path)
             finally:
-                for left in (new, old):
-                    shutil.rmtree(left, ignore_errors=True)
+                for leftover in (new, old):
+                    shutil.rmtree(leftover, ignore_errors=True)
         self._start(config, corpus_sha256, seconds=0.0)
 
     def open(self) -> None:
@@ -130,7 +134,7 @@ class RunFolder:
     def find_checkpoint(
         self, skeleton: TrainState, config: Config, corpus_sha256: str
     ) -> Checkpoint:
-        """The newest checkpoint that is not damaged, with its arrays spread over devices as those
+        """The newest checkpoint that is not damaged, with its arrays sharded over devices as those
         of `skeleton` are. Changes nothing.
 
         **Raises:** `UserError` if there is none, the run was trained on another corpus, or none of
@@ -146,8 +150,8 @@ class RunFolder:
             )
         # A run may have been stopped between its last checkpoint and its result.
         evaluated = record.last.get("step") == step and "val_loss" in record.last
-        finished = not evaluated or (self.path / "result.json").exists()
-        if step > steps or (step == steps and finished):
+        only_result_missing = evaluated and not (self.path / "result.json").exists()
+        if step > steps or (step == steps and not only_result_missing):
             raise UserError(
                 f"The run {self.path} has done {step} steps; to extend it, give "
                 f"--training.steps above that, got {steps}."
@@ -180,8 +184,8 @@ class RunFolder:
             for damaged in list_steps(folder):
                 if damaged > step:
                     self._move_damaged(folder / str(damaged))
-            for left in (*self.path.glob(".*.part"), self.path / "result.json"):
-                left.unlink(missing_ok=True)
+            for leftover in (*self.path.glob(".*.part"), self.path / "result.json"):
+                leftover.unlink(missing_ok=True)
             self._truncate_metrics(step)
             if load_config(self.path / "config.json") != config:
                 save_config(config, self.path / "config.json")
@@ -277,7 +281,7 @@ class RunFolder:
 
     @property
     def steps_done(self) -> int:
-        """At the last checkpoint."""
+        """The step of the last checkpoint."""
         return self._saved or 0
 
     def save_is_due(self) -> bool:
@@ -286,8 +290,8 @@ class RunFolder:
 
     @contextlib.contextmanager
     def training_errors(self, tokenizer: Tokenizer) -> Iterator[None]:
-        """Around the training loop: waits at its end until everything is saved, and adds to an
-        error how to resume. A batch that made training diverge is saved as `nonfinite.json`."""
+        """Wraps the training loop: waits at its end until everything is saved, and adds the command
+        to resume to an error. A batch that made training diverge is saved as `nonfinite.json`."""
         try:
             yield
             if self._checkpoints is not None:
@@ -313,7 +317,7 @@ class RunFolder:
         steps = list_steps(self.path / "checkpoints")
         if not steps:
             return "Nothing has been saved yet."
-        custom = custom_options(self._config.model)
+        custom = custom_arguments(self._config.model)
         words = ["python", "train.py", "--resume", str(self.path), *custom, *options]
         return f"To resume from step {steps[0]}:\n    {shlex.join(words)}"
 
@@ -330,7 +334,10 @@ class RunFolder:
     def _save_diverged(self, diverged: DivergenceError, tokenizer: Tokenizer) -> None:
         """Write `nonfinite.json`."""
         # JSON has no NaN and no infinity.
-        report = {k: str(v) if isinstance(v, float) else v for k, v in diverged.report.items()}
+        report = {
+            name: value if math.isfinite(value) else str(value)
+            for name, value in diverged.report.items()
+        }
         if diverged.batch is not None:
             report["text"] = [decode(tokenizer, window) for window in diverged.batch]
             report["ids"] = diverged.batch.tolist()

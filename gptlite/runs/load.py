@@ -9,7 +9,7 @@ from typing import Literal
 import equinox as eqx
 import jax
 
-from gptlite.config import Config, UserError, Variant
+from gptlite.config import BlockChoice, Config, UserError
 from gptlite.custom import load_custom, resolve_custom
 from gptlite.files import read_json
 from gptlite.models.gpt import GPT, make_model
@@ -33,7 +33,7 @@ def load_run(
     path: Path | str,
     which: Literal["best", "last"] = "best",
     *,
-    custom: Mapping[str, Variant] = MappingProxyType({}),
+    custom: Mapping[str, BlockChoice] = MappingProxyType({}),
 ) -> Run:
     """Load a run's model, tokenizer and config.
 

@@ -16,6 +16,7 @@ RESUMABLE = {
     "data": ("corpus",),
     "training": (
         "steps",
+        "log_every",
         "eval_every",
         "sample_tokens",
         "save_seconds",

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The step that weights are from, and their validation loss in nats a token, if known."""
+    """The step that weights are from, and their validation loss in nats per token, if known."""
 
     step: int
     val_loss: float = math.nan
@@ -79,8 +79,9 @@ def check_shapes(skeleton: PyTree, arrays: dict[str, Any], source: str) -> None:
 
 def save_weights(path: Path, weights: dict[str, np.ndarray], evaluated: Evaluated) -> None:
     """Write a model's `named_arrays` in the safetensors format."""
-    # In one entry, because safetensors writes several in any order.
-    metadata = {"evaluated": json.dumps(dataclasses.asdict(evaluated))}
+    # In one entry, because safetensors writes several in any order. JSON has no NaN.
+    known = {name: x for name, x in dataclasses.asdict(evaluated).items() if math.isfinite(x)}
+    metadata = {"evaluated": json.dumps(known)}
     write_atomically(path, safetensors.numpy.save(weights, metadata))
 
 

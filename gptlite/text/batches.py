@@ -56,13 +56,9 @@ class Batches:
 
     @functools.cached_property
     def _order(self) -> Callable[[int], tuple[int, Int[np.ndarray, " windows"]]]:
-        """`_epoch`, with the last two kept: a batch may belong to two epochs."""
-
-        @functools.lru_cache(maxsize=2)
-        def order(epoch: int):
-            return _epoch(self.seed, epoch, self.windows_per_epoch, self.context_length)
-
-        return order
+        """`_epoch`, with the last two results cached: a batch may belong to two epochs."""
+        sizes = {"windows": self.windows_per_epoch, "context_length": self.context_length}
+        return functools.lru_cache(maxsize=2)(functools.partial(_epoch, self.seed, **sizes))
 
 
 def _epoch(

@@ -14,10 +14,10 @@ def read_glove(
 ) -> tuple[Float[np.ndarray, "words d"], Bool[np.ndarray, " words"]]:
     """A vector for each of `words`, and whether the file has one.
 
-    The format is that of Pennington et al., 2014: a line a word, the word and its numbers, with a
+    The format is that of Pennington et al., 2014: a line per word, the word and its numbers, with a
     space between. The file is read line by line, and only vectors of `words` are kept. Words that
-    it lacks get vectors from a normal distribution with the mean and the standard deviation of
-    those found, channel by channel.
+    it lacks get vectors drawn with `seed` from a normal distribution with the mean and the standard
+    deviation of those found, channel by channel.
 
     **Raises:** `UserError` if the file cannot be read, a line has another format, or the file has
     none of the words.
@@ -30,6 +30,7 @@ def read_glove(
                 d = d or len(line.rstrip().split(" ")) - 1
                 # From the right: in the largest of GloVe's files, some words have spaces in them.
                 word, *numbers = line.rstrip().rsplit(" ", d)
+                # In a line with too many numbers, the word ends with one.
                 if (
                     len(numbers) != d
                     or d < 1

@@ -1,7 +1,7 @@
 """Text to ids and back.
 
-A tokenizer has a `vocab_size`, `encode`, and the bytes of each id, from which decoding follows. Its
-JSON (`to_json`, `tokenizer_from_json`) holds everything, so that a run never has to download it.
+A tokenizer encodes text to ids, returns the bytes of an id, and says where a long text may be cut.
+Its JSON holds the whole vocabulary, so a run never downloads it again.
 """
 
 import base64
@@ -62,7 +62,7 @@ def decode(tokenizer: Tokenizer, ids: Ids) -> str:
 
 
 class CharTokenizer:
-    """One id a character: the sorted distinct characters of a text, as in nanoGPT."""
+    """One id per character: the sorted distinct characters of a text, as in nanoGPT."""
 
     def __init__(self, characters: str):
         """`characters`: the vocabulary, sorted and distinct.
@@ -106,7 +106,7 @@ class CharTokenizer:
 
 
 class ByteTokenizer:
-    """One id a byte of the UTF-8 text."""
+    """One id per byte of the UTF-8 text."""
 
     vocab_size = 256
     padded_vocab_size = 256
@@ -143,8 +143,8 @@ class TiktokenTokenizer:
         return np.array(self._encoding.encode_ordinary(text), np.int32)
 
     def boundary(self, text: str) -> int:
-        # Before a space between letters, or between a line's end and a letter, every encoding's
-        # pattern ends a token, and no token's end depends on more than what follows it.
+        # Every encoding splits before a space between letters, and between a newline and a letter.
+        # A cut there changes no token.
         ends = [match.end() for match in _BETWEEN_WORDS.finditer(text, max(0, len(text) - 10_000))]
         # A text without such places is cut anywhere, before it fills the memory.
         return ends[-1] if ends else len(text) if len(text) > 2**23 else 0

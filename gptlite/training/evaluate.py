@@ -19,12 +19,12 @@ from gptlite.text.tokens import Split
 from gptlite.training.fit import DivergenceError, Progress
 from gptlite.training.loss import window_losses
 
-# Tokens in one batch of evaluation: enough to keep a device busy, few enough for any memory.
+# Tokens in one batch of evaluation. For GPT-2's vocabulary, their logits take 1.6 GB.
 TOKENS_PER_BATCH = 8192
 
 
 class Evaluation:
-    """The mean cross-entropy, in nats a token, over every token of a text but its first.
+    """The mean cross-entropy, in nats per token, over every token of a text but its first.
 
     The text is read in consecutive windows of the context length. No sampling, no overlap.
     """
@@ -47,13 +47,14 @@ class Evaluation:
         self._batches: Any = put(shaped, mesh)
 
     def __call__(self, model: GPT) -> Float[np.ndarray, "*seeds"]:
-        """Nats a token of the model, or of each of several, without dropout and label smoothing."""
+        """Nats per token of the model, or of each of several, without dropout and label
+        smoothing."""
         with jax.set_mesh(self._mesh):
             summed = np.asarray(_summed_loss(model, self._batches, self._by_seed), np.float64)
         return np.asarray(summed / self._targets)
 
     def evaluate_or_raise(self, progress: Progress) -> float:
-        """Nats a token of the model in `progress`.
+        """Nats per token of the model in `progress`.
 
         **Raises:** `DivergenceError` if the loss is not finite.
         """
@@ -66,7 +67,7 @@ class Evaluation:
 
 
 def bits_per_byte(val_loss: float, split: Split) -> float:
-    """A validation loss in nats a token as bits per byte of UTF-8, which compares across
+    """A validation loss in nats per token as bits per byte of UTF-8, which compares across
     tokenizers."""
     return val_loss * (len(split.validation) - 1) / math.log(2) / split.validation_bytes
 

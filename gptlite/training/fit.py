@@ -36,7 +36,8 @@ class Position:
     losses: Sequence[float] = ()
     """Losses of the steps since the last line of metrics, without those of skipped updates."""
     skipped: int = 0
-    """Updates that were skipped because they were not finite."""
+    """Updates that were skipped because they were not finite. With several seeds: in each dispatch,
+    those of the seed that skipped the most."""
     step_seconds: float = 0.0
     """Time spent on steps, without compilation."""
 
@@ -49,7 +50,7 @@ class Progress:
     position: Position
     """Where training continues, with `state`."""
     train_loss: float | None
-    """Nats a token: the mean over the steps since the last line of metrics, and over seeds; None
+    """Nats per token: the mean over the steps since the last line of metrics, and over seeds; None
     if all updates were skipped."""
     grad_norm: float | None
     """Global norm of the last step's gradient, before clipping; None if it is not finite."""
@@ -69,7 +70,7 @@ class Progress:
 
     @property
     def model(self) -> Any:
-        """The model, on one device unless it is spread over several; lives as long as `state`."""
+        """The model, on one device unless it is sharded over several; lives as long as `state`."""
         return local(self.state.model)
 
 
@@ -77,8 +78,8 @@ class DivergenceError(UserError):
     """A loss or gradient is not finite."""
 
     def __init__(self, report: dict[str, Any], batch: PyTree | None):
-        """`report`: `step`, `learning_rate`, and the values that are not finite. `batch`: the batch
-        that caused it, if known."""
+        """`report`: `step`, `learning_rate`, and loss and gradient norm, or the validation loss.
+        `batch`: the batch that caused it, if known."""
         self.report, self.batch = report, batch
         what = ", ".join(f"{name} {value:g}" for name, value in report.items() if name != "step")
         skip = "; or, if only a few batches are to blame, --training.on-nonfinite skip"
@@ -145,7 +146,7 @@ def fit(
                 if stops and not metrics.finite.all():
                     raise _diverged(metrics, step, skipped, batches, train_steps)
                 losses += metrics.loss[metrics.finite].tolist()
-                skipped += int((~metrics.finite).sum())
+                skipped += int((~metrics.finite).sum(axis=-1).max())
                 step += count
                 log_due = step == next_log_step
                 pending = () if log_due else tuple(losses)

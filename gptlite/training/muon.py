@@ -26,7 +26,7 @@ def orthogonalize(x: Float[Array, "*batch m n"]) -> Float[Array, "*batch m n"]:
     y = (x / (norm + 1e-7)).astype(jnp.bfloat16)
     for _ in range(5):
         square = product(y, y).astype(y.dtype)
-        # (x xᵀ)² is symmetric: its transpose, which `product` multiplies with, is itself.
+        # `product` transposes its second factor, and `square` is symmetric.
         inner = (b * square + c * product(square, square)).astype(y.dtype)
         y = (a * y + product(inner, jnp.swapaxes(y, -1, -2))).astype(y.dtype)
     return y

@@ -44,7 +44,7 @@ def make_schedule(config: OptimizerConfig, steps: int) -> Callable[[ArrayLike], 
 
 
 def _inverse_sqrt(warmup_steps: int, step: ArrayLike) -> Array:
-    """1 at step 0, after `warmup_steps`; then falls with the root of the steps."""
+    """`sqrt(warmup_steps / (warmup_steps + step))`: 1 at the end of warm-up."""
     return jnp.sqrt(warmup_steps / (warmup_steps + jnp.asarray(step)))
 
 
@@ -59,11 +59,15 @@ def make_optimizer(
     **Raises:** `UserError` if there is no matrix for muon.
     """
     schedule = make_schedule(config, steps)
+
+    def rate(peak: float) -> Callable[[ArrayLike], Array]:
+        return lambda step: peak * schedule(step)
+
     in_stack, in_table = inside(params, Stack), inside(params, Embedding)
     decayed = jax.tree.map(lambda p, stacked: p.ndim - stacked >= 2, params, in_stack)
     if config.name == "adamw":
         optimizer = optax.adamw(
-            lambda step: config.learning_rate * schedule(step),
+            rate(config.learning_rate),
             b1=config.beta1,
             b2=config.beta2,
             weight_decay=config.weight_decay,
@@ -82,11 +86,13 @@ def make_optimizer(
                 "the model before unstacked(), or use the optimizer adamw."
             )
         kinds = jax.tree.map(
-            lambda by_muon, decays: "muon" if by_muon else f"decay {decays}", matrix, decayed
+            lambda by_muon, decays: "muon" if by_muon else "decayed" if decays else "plain",
+            matrix,
+            decayed,
         )
         adam = functools.partial(
             optax.adamw,
-            lambda step: config.adam_learning_rate * schedule(step),
+            rate(config.adam_learning_rate),
             b1=config.beta1,
             b2=config.beta2,
         )
@@ -94,13 +100,13 @@ def make_optimizer(
             optax.trace(MUON_MOMENTUM, nesterov=True),
             scale_by_orthogonalization(),
             optax.add_decayed_weights(config.weight_decay),
-            optax.scale_by_learning_rate(lambda step: config.learning_rate * schedule(step)),
+            optax.scale_by_learning_rate(rate(config.learning_rate)),
         )
         optimizer = optax.partition(
             {
                 "muon": muon,
-                "decay True": adam(weight_decay=config.weight_decay),
-                "decay False": adam(weight_decay=0.0),
+                "decayed": adam(weight_decay=config.weight_decay),
+                "plain": adam(weight_decay=0.0),
             },
             # A function: optax would call the tree itself, because it is a model.
             lambda _: kinds,

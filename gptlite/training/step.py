@@ -26,12 +26,9 @@ from gptlite.training.optimizer import is_parameter, make_optimizer, make_schedu
 
 T = TypeVar("T")
 
-# `losses(model, batch, label_smoothing=, key=)`: losses in nats, of any shape, whose mean is
-# minimised; or a pair of these and an auxiliary loss, which is added to the mean.
+# The arguments of `TrainSteps`, which describes them.
 Losses = Callable[..., Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, ""]]]
-# `counts(batch)`: False where a loss does not count, as for padding.
-Counts = Callable[[PyTree], Bool[Array, "..."]]
-# Which leaves of a model are trained, as for `eqx.partition`: a function, or a tree of bools.
+LossMask = Callable[[PyTree], Bool[Array, "..."]]
 Trainable = Callable[[Any], bool] | PyTree[bool]
 
 
@@ -67,7 +64,7 @@ class TrainSteps:
         mesh: Mesh,
         *,
         losses: Losses = window_losses,
-        counts: Counts | None = None,
+        loss_mask: LossMask | None = None,
         trainable: Trainable = is_parameter,
         seeds: Sequence[int] | None = None,
     ):
@@ -78,7 +75,7 @@ class TrainSteps:
           over the whole batch is minimised. It does not depend on the number of devices and parts.
           For mixtures of experts, a pair: the losses, and the auxiliary loss, which is added to the
           mean.
-        - `counts(batch)`: of the same shape, False where a loss does not count. Default: all count.
+        - `loss_mask(batch)`: of the same shape, False where a loss does not count. Default: all do.
         - `trainable`: which parameters are trained, as a filter for `eqx.partition`. Default: all.
         - `seeds`: one for each of several models that are trained side by side, on a `seeds_mesh`.
           Default: a single model with `training.seed`.
@@ -88,16 +85,14 @@ class TrainSteps:
         """
         check_rows(mesh, training.batch_size // training.accumulation)
         self.mesh, self.training = mesh, training
-        self._losses, self._counts, self._trainable = losses, counts, trainable
+        self._losses, self._loss_mask, self._trainable = losses, loss_mask, trainable
         params = eqx.filter(model, trainable)
         self._optimizer = make_optimizer(optimizer, training.steps, params)
         self._schedule = make_schedule(optimizer, training.steps)
         self._peak = optimizer.learning_rate
         self.seeds = None if seeds is None else len(seeds)
-        self.vocab_size: int | None = None
-        """Of a model that is trained on windows of ids: ids must be below it."""
-        if losses is window_losses:
-            self.vocab_size = getattr(model, "vocab_size", None)
+        # Only windows of ids can be compared with a vocabulary.
+        self.vocab_size = getattr(model, "vocab_size", None) if losses is window_losses else None
         # Seeds are arguments of the program, so that a new one compiles nothing.
         self._seeds = np.asarray(training.seed if seeds is None else seeds, np.int32)
         steps = self._steps
@@ -115,9 +110,10 @@ class TrainSteps:
         """The state before the first step, of a copy of `model` (or of models, stacked)."""
         # A copy, because the update reuses the memory of its state, and the model is the caller's.
         model = jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, model)
-        init, put = lambda params: constrain_parameters(self._optimizer.init(params)), place
         if self._seeds.ndim:
             init, put = eqx.filter_vmap(self._optimizer.init), place_seeds
+        else:
+            init, put = lambda params: constrain_parameters(self._optimizer.init(params)), place
         model = put(model, self.mesh)
         with jax.set_mesh(self.mesh):
             optimizer_state = eqx.filter_jit(init)(eqx.filter(model, self._trainable))
@@ -144,7 +140,7 @@ class TrainSteps:
             return run.lower(data, state).compile().compiled
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate of the update after `step` others (with muon: of the matrices)."""
+        """The learning rate of update `step`, counted from 0 (with muon: of the matrices)."""
         return self._peak * float(self._schedule(step))
 
     def _steps(
@@ -164,7 +160,7 @@ class TrainSteps:
             return eqx.filter(constrain_parameters(state), eqx.is_array), metrics
 
         blank = jnp.zeros(len(jax.tree.leaves(batches)[0]))
-        metrics = StepMetrics(blank, blank, blank == 0)
+        metrics = StepMetrics(blank, blank, blank.astype(bool))
         arrays, metrics = lax.fori_loop(0, count, body, (arrays, metrics))
         return constrain_parameters(eqx.combine(arrays, static)), metrics
 
@@ -194,12 +190,12 @@ class TrainSteps:
     ) -> tuple[Float[Array, ""], PyTree]:
         """The mean of a batch's losses that count (0 if none does), and the gradient of this mean
         and the auxiliary loss, computed in `training.accumulation` equal parts."""
-        parts, counts = self.training.accumulation, self._counts
-        counted = jnp.ones(()) if counts is None else jnp.maximum(jnp.sum(counts(batch)), 1)
+        parts, loss_mask = self.training.accumulation, self._loss_mask
+        n_counted = jnp.ones(()) if loss_mask is None else jnp.maximum(jnp.sum(loss_mask(batch)), 1)
         params, rest = eqx.partition(model, self._trainable)
 
         def objective(params, batch, key):
-            mean, aux_loss = self._mean_loss(eqx.combine(params, rest), batch, key, counted)
+            mean, aux_loss = self._mean_loss(eqx.combine(params, rest), batch, key, n_counted)
             return mean + aux_loss, mean
 
         gradient = eqx.filter_grad(objective, has_aux=True)
@@ -226,10 +222,10 @@ class TrainSteps:
         model: Any,
         batch: PyTree[Shaped[Array, "batch ..."]],
         key: PRNGKeyArray,
-        counted: Float[Array, ""] | Int[Array, ""],
+        n_counted: Float[Array, ""] | Int[Array, ""],
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """The mean loss of one part of a batch, and the auxiliary loss. In all parts together,
-        `counted` losses count."""
+        `n_counted` losses count."""
         config = self.training
         model = cast(model, jnp.dtype(config.compute_dtype))
         found = self._losses(model, batch, label_smoothing=config.label_smoothing, key=key)
@@ -242,16 +238,16 @@ class TrainSteps:
                 )
             found = found, jnp.zeros(())
         losses, aux_loss = found
-        if self._counts is None:
+        if self._loss_mask is None:
             return jnp.mean(losses), aux_loss
-        counts = self._counts(batch)
-        if counts.shape != losses.shape:
+        mask = self._loss_mask(batch)
+        if mask.shape != losses.shape:
             raise UserError(
-                f"counts must have the shape of the losses, {list(losses.shape)}, got "
-                f"{list(counts.shape)}."
+                f"loss_mask must have the shape of the losses, {list(losses.shape)}, got "
+                f"{list(mask.shape)}."
             )
         # Divided by the count in all parts, so that every loss has the same weight.
-        return jnp.sum(jnp.where(counts, losses, 0)) * config.accumulation / counted, aux_loss
+        return jnp.sum(jnp.where(mask, losses, 0)) * config.accumulation / n_counted, aux_loss
 
 
 def cast(model: T, dtype: Any) -> T:

@@ -10,7 +10,7 @@ from gptlite.progress import log, progress_bar
 from gptlite.sharding import make_mesh
 from gptlite.training.fit import BatchOf, fit
 from gptlite.training.optimizer import is_parameter
-from gptlite.training.step import Counts, Losses, Trainable, TrainSteps
+from gptlite.training.step import Losses, LossMask, Trainable, TrainSteps
 
 M = TypeVar("M", bound=eqx.Module)
 
@@ -22,7 +22,7 @@ def train(
     optimizer: OptimizerConfig,
     training: TrainingConfig,
     *,
-    counts: Counts | None = None,
+    loss_mask: LossMask | None = None,
     trainable: Trainable = is_parameter,
     evaluate: Callable[[M], str] = lambda model: "",
 ) -> M:
@@ -34,7 +34,7 @@ def train(
 
     **Arguments:**
 
-    - `losses(model, batch, label_smoothing=, key=)`, `counts(batch)`, `trainable`: see
+    - `losses(model, batch, label_smoothing=, key=)`, `loss_mask(batch)`, `trainable`: see
       `TrainSteps`.
     - `batch(step)`: NumPy arrays, in any pytree, that begin with an axis of `training.batch_size`.
       Training can be repeated only if the same step always gets the same batch. Called on a
@@ -47,7 +47,13 @@ def train(
     not finite.
     """
     train_steps = TrainSteps(
-        model, optimizer, training, make_mesh(), losses=losses, counts=counts, trainable=trainable
+        model,
+        optimizer,
+        training,
+        make_mesh(),
+        losses=losses,
+        loss_mask=loss_mask,
+        trainable=trainable,
     )
     with progress_bar("training", training.steps, unit="step") as bar:
         for progress in fit(train_steps.init(model), train_steps, batch):

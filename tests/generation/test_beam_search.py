@@ -129,7 +129,7 @@ def test_a_source_in_a_padded_batch_gets_what_it_gets_alone(model):
         np.testing.assert_allclose(alone.log_prob[0], together.log_prob[row], atol=1e-4)
 
 
-def test_it_ends_where_it_is_told_to(model):
+def test_max_new_tokens_ends_the_search(model):
     options = {"beam": 1, "source_lengths": LENGTHS, **ENDS}
     found = beam_search(model, SOURCE, max_new_tokens=2, **options)
     assert found.ids.shape == (4, 2)
@@ -157,7 +157,7 @@ def test_what_cannot_be_is_said(model, options, sentence):
 
 
 @pytest.mark.parametrize("shape", [(0, 6), (2, 0)])
-def test_no_source_is_said(model, shape):
+def test_an_empty_source_is_refused(model, shape):
     with pytest.raises(UserError, match="must be a source"):
         beam_search(model, jnp.zeros(shape, jnp.int32), **ENDS)
 

@@ -99,7 +99,7 @@ def test_no_prompts_give_no_texts():
     assert new.shape == (0, 5)
 
 
-def test_a_prompt_read_in_more_room_than_it_takes_changes_nothing(monkeypatch):
+def test_padding_of_a_prompt_changes_nothing(monkeypatch):
     model, keys = tiny_model(), jax.random.key(0)[None]
     for length in (1, 3, 5):
         prompt = jax.random.randint(jax.random.key(length), (1, length), 0, VOCAB)

@@ -23,9 +23,9 @@ def test_every_way_of_putting_a_model_together_is_right(name):
     model = tiny_model(**VARIANTS[name] | {"n_layers": 1})
     # Softmax cancels a bias of the keys, unless QK-norm or rotary positions turn it.
     gpt2 = model.config.bias and not model.config.qk_norm
-    idle = ["stack.blocks.attention.heads.key.bias"] if gpt2 else ()
-    checks = [check for check in CHECKS if check not in ("jit", "scan", "both ways")]
-    assert list(check_block(model, idle=idle, checks=checks).checks) == checks
+    zero_grad = ["stack.blocks.attention.heads.key.bias"] if gpt2 else ()
+    checks = [check for check in CHECKS if check not in ("jit", "scan", "bidirectional")]
+    assert list(check_block(model, zero_grad=zero_grad, checks=checks).checks) == checks
 
 
 def test_logits_stay_within_their_cap():
@@ -73,7 +73,7 @@ def test_dropout_needs_a_key_and_is_a_function_of_it(which):
         ("block", lambda x: (x[:, :1], None, 0.0), r"returned \[3, 1, 16\] for \[3, 12, 16\]"),
     ],
 )
-def test_what_would_broadcast_is_refused(stack, knob, output, words):
+def test_outputs_that_would_broadcast_are_refused(stack, knob, output, words):
     class Own(eqx.Module):
         def __init__(self, config, *, key):
             pass

@@ -88,7 +88,7 @@ def reference(model: Seq2Seq, source, inputs):
             found.append(softmax(np.where(seen, scores, -np.inf)) @ v[:, part])
         return linear(layer.output, np.concatenate(found, axis=-1))
 
-    def both_ways(layer, x):
+    def bidirectional(layer, x):
         return attention(layer, x, x, np.ones((len(x), len(x)), bool))
 
     def causal(layer, x):
@@ -111,7 +111,7 @@ def reference(model: Seq2Seq, source, inputs):
     source_table = (decoder if model.shares_embedding else encoder).embedding.weight
     memory = embed(source_table, source)
     for block in layers(model.encoder):
-        memory = sublayer(block.attention_residual, memory, both_ways, block.attention)
+        memory = sublayer(block.attention_residual, memory, bidirectional, block.attention)
         memory = sublayer(block.mlp_residual, memory, feed_forward, block.mlp)
     if pre:
         memory = norm(encoder.norm, memory)
@@ -148,13 +148,13 @@ def test_logits_equal_the_papers_formulas(block, shared):
 
 
 def test_an_encoder_decoder_passes_all_checks():
-    report = check_block(paper(ONE), idle=KEY_BIASES)
+    report = check_block(paper(ONE), zero_grad=KEY_BIASES)
     assert set(report.checks) == set(CHECKS) - {"scan"}
 
 
 def test_grouped_queries_and_value_residuals_pass_the_checks_of_an_encoder_decoder():
     model = drawn(lambda key: Seq2Seq(LESS, VOCAB, VOCAB + 2, key=key))
-    checks = ["both ways", "cached"]
+    checks = ["bidirectional", "cached"]
     assert list(check_block(model, checks=checks).checks) == checks
 
 
@@ -193,7 +193,7 @@ def ignoring() -> Seq2Seq:
 
 
 BUGS = {
-    "a causal encoder": ("both ways", lambda: with_direction("encoder", True)),
+    "a causal encoder": ("bidirectional", lambda: with_direction("encoder", True)),
     "a decoder that sees all": ("causal", lambda: with_direction("decoder", False)),
     "a cache without lengths": (
         "cached",
@@ -220,7 +220,7 @@ def test_a_planted_bug_is_found(bug):
 )
 def test_an_encoder_passes_the_checks(changes):
     config = dataclasses.replace(OURS, **changes)
-    checks = ["shapes", "both ways", "batch", "padding", "gradients"]
+    checks = ["shapes", "bidirectional", "batch", "padding", "gradients"]
     model = drawn(lambda key: Encoder(config, VOCAB, key=key))
     assert list(check_block(model, checks=checks).checks) == checks
 
@@ -326,7 +326,7 @@ class Untold(OwnAttention):
         super().__init__(config, key=key)
 
 
-def test_an_attention_of_ones_own_is_told_which_half_it_is_in():
+def test_a_custom_attention_receives_causal():
     config = dataclasses.replace(ONE, attention=OwnAttention)
     model = drawn(lambda key: Seq2Seq(config, VOCAB, VOCAB, key=key))
     assert not model.encoder.stack.blocks.attention.causal
@@ -337,7 +337,7 @@ def test_an_attention_of_ones_own_is_told_which_half_it_is_in():
             eqx.filter_eval_shape(kind, config, *sizes, key=jax.random.key(0))
 
 
-def test_maps_are_those_of_methods_and_of_the_right_shape():
+def test_attention_maps_need_a_method_weights_of_the_right_shape():
     class Wrong(OwnAttention):
         def weights(self, x, *others, **options):
             return super().weights(x, *others, **options)[0]

@@ -193,7 +193,7 @@ def test_multi_head_attention_is_its_parts(qk_norm):
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_layer_of_ones_own_in_place_of_query_is_called():
+def test_a_custom_query_projection_is_called():
     class Doubled(Linear):
         def __init__(self, key):
             super().__init__(16, 16, std=0.5, key=key)
@@ -235,7 +235,7 @@ def reference_with(query, key, value, *, bias=None, window=None):
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(9, 9), (4, 9), (9, 4), (1, 9)])
-def test_both_ways_every_query_sees_every_key(queries, keys):
+def test_bidirectional_every_query_sees_every_key(queries, keys):
     q, k, v = (np.asarray(x, np.float64) for x in random_qkv(queries, keys))
     weights = np.exp(q @ k.swapaxes(-1, -2) / np.sqrt(8))
     out = one_head(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)))
@@ -245,7 +245,7 @@ def test_both_ways_every_query_sees_every_key(queries, keys):
 
 
 @pytest.mark.parametrize("n_kv_heads", [2, 4])
-def test_weights_times_values_are_what_comes_out(n_kv_heads):
+def test_the_output_is_weights_times_values(n_kv_heads):
     """With a cache, a mask, padding and shared keys."""
     layer = Attention(heads(n_kv_heads=n_kv_heads, qk_norm=True), Rotary(), window=3)
     x = jax.random.normal(jax.random.key(1), (2, 5, 16))
@@ -275,7 +275,7 @@ def test_cross_attention_is_attention_to_what_was_read():
     np.testing.assert_allclose(out[1], alone, rtol=1e-4, atol=1e-5)
 
 
-def test_relative_bias_both_ways_has_half_of_the_buckets_for_each():
+def test_relative_bias_bidirectional_has_half_of_the_buckets_for_each():
     """Raffel et al.'s relative_position_bucket(bidirectional=True), in Python."""
     module = RelativeBias(2, bidirectional=True, key=jax.random.key(0))
 

@@ -44,7 +44,7 @@ def each_token(layer, x):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_linear_is_equinoxs(bias):
+def test_linear_matches_equinox(bias):
     ours = Linear(8, 3, std=1.0, bias=bias, key=KEY)
     if bias:
         ours = eqx.tree_at(lambda layer: layer.bias, ours, jnp.arange(3.0))
@@ -68,7 +68,7 @@ def test_embedding_takes_rows():
     np.testing.assert_array_equal(table(jnp.array([-1, 2])), [[0, 0, 0], table.weight[2]])
 
 
-def test_rms_norm_is_equinoxs():
+def test_rms_norm_matches_equinox():
     ours, theirs = RMSNorm(8), eqx.nn.RMSNorm(8, eps=1e-6, use_bias=False)
     gain = jnp.arange(8.0)
     ours = eqx.tree_at(lambda n: n.weight, ours, gain)
@@ -79,7 +79,7 @@ def test_rms_norm_is_equinoxs():
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_layer_norm_is_equinoxs(bias):
+def test_layer_norm_matches_equinox(bias):
     ours, theirs = LayerNorm(8, bias=bias), eqx.nn.LayerNorm(8, use_bias=bias)
     ours = eqx.tree_at(lambda n: n.weight, ours, jnp.arange(8.0))
     theirs = eqx.tree_at(lambda n: n.weight, theirs, jnp.arange(8.0))
@@ -195,7 +195,7 @@ def router_probabilities(module, x):
     return odds / odds.sum(-1, keepdims=True)
 
 
-def test_experts_are_what_a_loop_over_tokens_makes_of_them():
+def test_moe_matches_a_loop_over_tokens():
     module = moe()
     out = np.asarray(module(X))
     for place in np.ndindex(2, 5):

@@ -302,28 +302,28 @@ BUGS = {
     SoftmaxOverQueries: ("causal", "depends on inputs from position"),
     NormOverTime: ("causal", "depends on inputs from position"),
     LooksForTheLargest: ("causal", "depends on inputs from position"),
-    RotaryForgetsTheStart: ("cached", "one token at a time"),
+    RotaryForgetsTheStart: ("cached", "decoding token by token"),
     MaskForgetsTheStart: ("cached", "at position"),
     WritesOneTooFar: ("cached", "at position"),
     SeesAllOfTheCache: ("cached", "at position"),
-    OneStartForAllRows: ("cached", "read in portions of another length in each row"),
-    StateThatReadsPadding: ("cached", "one token at a time"),
-    StateThatReadsOnePaddingTooMany: ("cached", "one token at a time"),
+    OneStartForAllRows: ("cached", "decoding in chunks of a different length in each row"),
+    StateThatReadsPadding: ("cached", "decoding token by token"),
+    StateThatReadsOnePaddingTooMany: ("cached", "decoding token by token"),
     LooksAheadInTraining: ("causal", "(given a key)"),
     CacheOfABatchOnly: ("cached", "must have the same rank"),
-    ForgetsTheCapacity: ("cached", "comes back as one of float32[3, 8, 16]"),
+    ForgetsTheCapacity: ("cached", "is returned as one of float32[3, 8, 16]"),
     ReturnsNoCache: ("shapes", "ReturnsNoCache must return (y, cache), as attention"),
     NeedsAKey: ("shapes", "Dropout requires a key"),
-    NormOverTheBatch: ("batch", "sequence 0 in a batch"),
-    LastCacheOfTheBatch: ("batch", "in a batch"),
+    NormOverTheBatch: ("batch", "sequence 0 of a batch"),
+    LastCacheOfTheBatch: ("batch", "of a batch"),
     ValuesWithoutGradient: ("gradients", "value.weight"),
-    Unused: ("gradients", "spare.weight changes nothing: its gradient is zero"),
+    Unused: ("gradients", "the gradient of spare.weight is zero"),
     WrongBackwardPass: ("gradients", "is wrong"),
     InfiniteSlope: ("gradients", "is not finite"),
     StaticGain: ("parameters", "StaticGain.gain is an array in a static field"),
     Widens: ("shapes", "bfloat16[3, 8, 16] in, float32[3, 8, 16] out"),
     DropsAToken: ("shapes", "[3, 7, 16] out"),
-    KeepsCount: ("jit", "compiled again"),
+    KeepsCount: ("jit", "a second compilation"),
     LosesDigits: ("bfloat16", "off by"),
 }
 
@@ -346,7 +346,7 @@ def test_all_failures_are_reported():
     assert set(found.value.checks) >= {"causal", "cached", "padding"}
 
 
-def test_what_they_are_planted_in_is_right():
+def test_the_blocks_without_bugs_pass():
     report = check_block(OneHead)
     assert str(report) == (
         "OneHead (block, d_model 16, 768 parameters) passes: parameters, shapes, jit, causal, "
@@ -360,7 +360,7 @@ def test_a_block_need_not_have_defaults():
     assert "scan" in check_block(NoDefaults).checks
 
 
-def test_a_module_or_a_class_and_what_is_neither():
+def test_modules_and_classes_are_accepted():
     block = Layer(dataclasses.replace(SMALL, d_model=12), key=jax.random.key(0))
     assert check_block(block, d_model=12).parameters == 2 * 12 * 24
     with pytest.raises(CheckError, match="d_model must be given to check the layer"):
@@ -371,13 +371,13 @@ def test_a_module_or_a_class_and_what_is_neither():
         check_block(RMSNorm)
 
 
-def test_a_parameter_may_be_known_to_be_idle():
+def test_parameters_named_in_zero_grad_may_have_no_gradient():
     with pytest.raises(CheckError):
         check_block(Unused)
-    assert "gradients" in check_block(Unused, idle=("spare.weight",)).checks
+    assert "gradients" in check_block(Unused, zero_grad=("spare.weight",)).checks
 
 
-def test_what_is_too_small_or_complex_is_said():
+def test_small_models_and_complex_parameters_are_refused():
     config = ModelConfig(n_layers=1, n_heads=1, d_model=4, context_length=5)
     with pytest.raises(CheckError, match="with a vocabulary of 9 and a context of 5"):
         check_block(GPT(config, 9, key=jax.random.key(0)))
@@ -388,7 +388,7 @@ def test_what_is_too_small_or_complex_is_said():
         check_block(spectrum, d_model=16)
 
 
-def test_a_model_that_says_one_thing_of_a_whole_text_cannot_be_checked():
+def test_a_classifier_of_whole_texts_is_refused():
     class Classifier(eqx.Module):
         model: GPT
 
@@ -426,7 +426,7 @@ def test_the_command_line(tmp_path, capsys):
     assert (code, said.out.split()[:2]) == (0, ["Mine", "(layer,"])
     code, said = run(f"{file}:Bad")
     assert (code, said.out.splitlines()[0]) == (1, "Bad fails:")
-    assert run(f"{file}:Bad", "--idle", "spare.weight")[0] == 0
+    assert run(f"{file}:Bad", "--zero-grad", "spare.weight")[0] == 0
     code, said = run(f"{file}:Unused")
     assert (code, said.out) == (2, "")
     assert "Unused in" in said.err

@@ -60,7 +60,7 @@ def run(it, name, config, seeds, at_once=None):
     return list(it.train(name, config, seeds, at_once))
 
 
-def test_what_is_done_is_not_done_again(trained, tmp_path):
+def test_trained_seeds_are_not_trained_again(trained, tmp_path):
     run(comparison(tmp_path), "base", BASE, range(2))
     run(comparison(tmp_path), "base", BASE, range(2))
     assert trained == [(1, 8, [0, 1])]
@@ -73,7 +73,7 @@ def test_what_is_done_is_not_done_again(trained, tmp_path):
     assert comparison(tmp_path).trained("base", BASE, range(9)) == [0, 1, 2, 3, 4]
 
 
-def test_a_stop_loses_only_what_was_under_way(trained, tmp_path):
+def test_a_stop_keeps_the_seeds_that_are_done(trained, tmp_path):
     training = comparison(tmp_path).train("base", BASE, range(4), at_once=2)
     for progress in training:
         if len(trained) == 2 and progress.step == 4:

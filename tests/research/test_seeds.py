@@ -37,7 +37,7 @@ def three():
     return list(fit_seeds(CONFIG, TOKENIZER, [3, 0, 7], SPLIT))
 
 
-def test_it_yields_where_it_should(three):
+def test_fit_seeds_reports_every_dispatch_and_evaluation(three):
     assert {6, 8, 14, 16} <= {progress.step for progress in three}
     evaluated = [progress.step for progress in three if progress.val_losses is not None]
     assert evaluated == [8, 16]

@@ -7,7 +7,7 @@ from scipy import stats
 from gptlite.research.statistics import estimate, judge
 
 
-def test_the_interval_is_students():
+def test_the_interval_matches_scipy():
     values = [1.0, 2.0, 4.0, 5.0]
     found = estimate(values)
     low, high = stats.t.interval(0.95, 3, loc=3.0, scale=stats.sem(values))
@@ -16,7 +16,7 @@ def test_the_interval_is_students():
     assert math.isnan(estimate([2.0]).margin)
 
 
-def test_p_is_the_paired_t_tests_and_adjusted_as_holm_says():
+def test_p_values_match_scipy_and_are_adjusted_by_holm():
     random = np.random.default_rng(0)
     base = random.normal(size=6)
     variants = {
@@ -51,7 +51,7 @@ def test_what_is_said():
     assert (same.p, same.words) == (1.0, "no difference found at this size")
 
 
-def test_luck_is_seldom_taken_for_more():
+def test_chance_alone_is_rarely_called_a_difference():
     """Of 400 comparisons of 8 variants that are all alike, about 5 % may name one or more."""
     random = np.random.default_rng(1)
     fooled = 0

@@ -142,7 +142,7 @@ def copied(finished, tmp_path) -> Path:
     return Path(shutil.copytree(finished[0], tmp_path / "copy"))
 
 
-def test_what_was_saved_while_training_went_on_is_what_was_there(tmp_path):
+def test_a_checkpoint_holds_the_state_at_the_time_of_the_save(tmp_path):
     seen: dict[int, dict[str, np.ndarray]] = {}
     training = dataclasses.replace(CONFIG.training, keep=6)
     with RunFolder(tmp_path / "run") as run:
@@ -154,7 +154,7 @@ def test_what_was_saved_while_training_went_on_is_what_was_there(tmp_path):
 
 
 def test_the_last_checkpoints_and_the_best_weights_are_kept(tmp_path):
-    """Of equal losses, the last is the best."""
+    """On a tie, the later evaluation is the best."""
     seen: dict[int, dict[str, np.ndarray]] = {}
     val_losses = {20: 2.0, 40: 1.5, 60: 1.5, 80: 1.6}
     path = tmp_path / "run"
@@ -190,7 +190,7 @@ def test_a_run_that_was_stopped_ends_as_if_it_had_not_been(finished, steps, tmp_
         assert (path / file).read_bytes() == (finished[0] / file).read_bytes()
 
 
-def test_lines_after_the_checkpoint_are_taken_back(copied, finished):
+def test_resuming_removes_metrics_after_the_checkpoint(copied, finished):
     shutil.rmtree(copied / "checkpoints" / "60")
     shutil.rmtree(copied / "checkpoints" / "58")
     with (copied / "metrics.jsonl").open("a") as file:
@@ -288,8 +288,8 @@ def test_lost_best_weights_are_said_and_the_next_evaluation_has_new_ones(copied,
     assert read_evaluated(best) == run.best
 
 
-def test_best_weights_of_a_later_step_are_those_that_training_comes_to_again(tmp_path, finished):
-    """As a kill leaves them: written, and the checkpoint is not."""
+def test_resuming_reproduces_best_weights_newer_than_the_checkpoint(tmp_path, finished):
+    """As after a kill between writing the weights and the checkpoint."""
     path = tmp_path / "run"
     with RunFolder(path) as run:
         train(run, until=57, every=19)
@@ -324,7 +324,7 @@ def test_what_cannot_be_read_is_damaged(copied):
     assert "60 cannot be read" in logged
 
 
-def test_another_text_is_refused(copied):
+def test_resuming_with_another_text_is_refused(copied):
     with RunFolder(copied) as run:
         run.open()
         with pytest.raises(UserError, match="not the text that this run was trained on"):
@@ -436,7 +436,7 @@ def test_a_second_process_is_refused_until_the_first_is_gone(copied):
 
 
 @pytest.mark.parametrize("evaluated", [False, True])
-def test_a_step_that_was_not_evaluated_is_no_end(evaluated, tmp_path):
+def test_a_run_stopped_before_its_last_evaluation_is_not_resumed_at_its_end(evaluated, tmp_path):
     with RunFolder(tmp_path / "run") as run:
         train(run, until=20 if evaluated else 17, every=1000)
         step = run.steps_done
@@ -473,7 +473,7 @@ def test_a_run_is_not_overwritten_unasked(copied):
     assert visible(copied.parent) == ["copy"]
 
 
-def test_what_cannot_be_made_leaves_what_was_there(copied, monkeypatch):
+def test_a_failed_create_keeps_the_old_run(copied, monkeypatch):
     before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
 
     def full(*_):

@@ -17,7 +17,7 @@ from conftest import TEXT, TINY, drawn
 from gptlite.config import Config, UserError
 from gptlite.files import write_json
 from gptlite.models.gpt import GPT
-from gptlite.runs.find import newest_run
+from gptlite.runs import find
 from gptlite.runs.load import load_run
 from gptlite.runs.saved_config import load_config, save_config
 from gptlite.runs.weights import (
@@ -139,26 +139,29 @@ def test_a_damaged_run_is_refused_by_name(run, damage, words):
         load_run(run)
 
 
-def test_the_newest_run_is_the_one_saved_last(run, tmp_path):
+def test_the_newest_run_is_the_one_saved_last(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(find, "RUNS_FOLDER", tmp_path / "runs")
     other = write_run(tmp_path / "runs" / "two")
     os.utime(run / "best.safetensors", (1, 1))
-    assert newest_run(tmp_path / "runs") == other
+    assert find.find_run(None) == other
     os.utime(other / "best.safetensors", (0, 0))
-    assert newest_run(tmp_path / "runs") == run
+    assert find.find_run(None) == run
     (run / "best.safetensors").unlink()
-    assert newest_run(tmp_path / "runs") == other
+    assert find.find_run(None) == other
 
 
-def test_the_newest_run_is_one_with_the_weights_that_are_asked_for(run, tmp_path):
+def test_the_newest_run_is_one_with_the_weights_that_are_asked_for(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(find, "RUNS_FOLDER", tmp_path / "runs")
     not_evaluated = write_run(tmp_path / "runs" / "two")
     (not_evaluated / "best.safetensors").rename(not_evaluated / "last.safetensors")
-    assert newest_run(tmp_path / "runs", "last") == not_evaluated
-    assert newest_run(tmp_path / "runs") == run
+    assert find.find_run(None, "last") == not_evaluated
+    assert find.find_run(None) == run
 
 
-def test_no_run_yet_says_what_to_do(tmp_path):
+def test_no_run_yet_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"run `python train\.py` first"):
-        newest_run(tmp_path)
+        find.find_run(None)
 
 
 def test_weights_know_their_step_and_those_of_other_programs_are_read(tmp_path):

@@ -61,7 +61,7 @@ def test_the_second_signal_ends_it_at_once():
     assert time.monotonic() - began < 30
 
 
-def test_what_is_ignored_stays_so():
+def test_ignored_signals_stay_ignored():
     from gptlite.runs.stop import Stop
 
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
@@ -74,7 +74,7 @@ def test_what_is_ignored_stays_so():
         signal.signal(signal.SIGHUP, before)
 
 
-def test_afterwards_signals_do_what_they_did():
+def test_signal_handlers_are_restored():
     from gptlite.runs.stop import Stop
 
     before = signal.getsignal(signal.SIGINT)

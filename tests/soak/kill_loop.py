@@ -1,5 +1,5 @@
-"""Kill a run at random moments, inside saves and between them, and go on with it, again and again;
-then let it end, and compare it with a run that nothing happened to.
+"""Kill a run at random moments, inside and between saves, and resume it each time. Then let it end,
+and compare it with an uninterrupted run.
 
     python tests/soak/kill_loop.py --kills 60
 
@@ -52,7 +52,7 @@ def start(words: list[str], folder: Path, *, slow: bool = False) -> subprocess.P
 
 
 def run(words: list[str], folder: Path) -> str:
-    """What train.py says, which must end well."""
+    """The output of train.py, which must succeed."""
     process = start(words, folder)
     said, _ = process.communicate()
     assert process.returncode == 0, said
@@ -60,7 +60,7 @@ def run(words: list[str], folder: Path) -> str:
 
 
 def settings(steps: int) -> list[str]:
-    """A tiny run's, that saves often."""
+    """The options of a tiny run that saves often."""
     return (
         "--data.corpus text.txt --model.n-layers 1 --model.n-heads 2 --model.d-model 16 "
         "--model.context-length 16 --training.batch-size 4 --training.log-every 8 "
@@ -70,7 +70,7 @@ def settings(steps: int) -> list[str]:
 
 
 def kill_loop(folder: Path, kills: int, steps: int, seed: int = 0) -> dict[str, int]:
-    """Counts of what was killed when. The runs are `whole` and `killed` in `folder`/runs."""
+    """Counts of kills by moment. The runs are `whole` and `killed` in `folder`/runs."""
     from conftest import TEXT
 
     from gptlite.runs.checkpoints import list_steps
@@ -81,17 +81,17 @@ def kill_loop(folder: Path, kills: int, steps: int, seed: int = 0) -> dict[str, 
     path = folder / "runs" / "killed"
     counts = {"inside a save": 0, "between saves": 0, "before the first save": 0, "too late": 0}
 
-    def way_on() -> list[str]:
+    def resume_command() -> list[str]:
         if list_steps(path / "checkpoints"):
             return ["--resume", "runs/killed"]
         return [*settings(steps), "--run", "killed", "--overwrite"]
 
     for kill in range(3 * kills):
-        # On a busy machine none of them may have come after a save.
+        # On a busy machine, all kills may come before the first save.
         if kill >= kills and counts["inside a save"] + counts["between saves"]:
             break
         began = time.time()
-        process = start(way_on(), folder, slow=True)
+        process = start(resume_command(), folder, slow=True)
         assert process.stdout is not None
         said = []
         early = chance.random() < 0.1  # perhaps before the first step
@@ -103,13 +103,13 @@ def kill_loop(folder: Path, kills: int, steps: int, seed: int = 0) -> dict[str, 
         process.send_signal(signal.SIGKILL)
         said += process.communicate()[0]
         assert process.returncode in (-signal.SIGKILL, 0), "".join(said)
-        # (What an earlier kill left half-written lies there until the first save.)
+        # Unfinished files of an earlier kill stay until the first save.
         unfinished = [*path.glob("checkpoints/*tmp*"), *path.glob(".*.part")]
-        half = any(left.stat().st_mtime > began for left in unfinished)
+        during_save = any(file.stat().st_mtime > began for file in unfinished)
         if process.returncode == 0:
             counts["too late"] += 1
             break
-        if half:
+        if during_save:
             counts["inside a save"] += 1
         elif list_steps(path / "checkpoints"):
             counts["between saves"] += 1
@@ -117,7 +117,7 @@ def kill_loop(folder: Path, kills: int, steps: int, seed: int = 0) -> dict[str, 
             counts["before the first save"] += 1
         print(f"kill {kill + 1}/{kills}: {counts}", flush=True)
     if not (path / "result.json").exists():
-        run(way_on(), folder)
+        run(resume_command(), folder)
     return counts
 
 
@@ -167,7 +167,7 @@ def main() -> None:
     if counts["too late"]:
         sys.exit(f"the run ended before all kills: {counts}")
     print(f"{arguments.kills} kills of a run of {steps} steps: {counts}")
-    print("parameters, optimizer state, metrics and weights are those of an undisturbed run")
+    print("parameters, optimizer state, metrics and weights are those of an uninterrupted run")
 
 
 if __name__ == "__main__":

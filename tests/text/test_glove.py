@@ -55,7 +55,7 @@ def test_a_word_may_have_spaces(tmp_path):
         (None, "cannot be read"),
     ],
 )
-def test_what_is_no_such_file_is_said(tmp_path, content, sentence):
+def test_a_malformed_file_of_vectors_is_refused(tmp_path, content, sentence):
     path = tmp_path / "vectors.txt"
     if content is not None:
         path.write_bytes(content)

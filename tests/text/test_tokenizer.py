@@ -99,7 +99,7 @@ def test_tiktoken_pads_the_vocabulary_to_64():
     assert tokenizer.token_bytes(280) == b""
 
 
-def test_gpt2_is_gpt2(tiktoken_gpt2, shakespeare):
+def test_the_preset_gpt2_has_the_shape_of_gpt2(tiktoken_gpt2, shakespeare):
     tokenizer = make_tokenizer("tiktoken:gpt2", "")
     assert (tokenizer.vocab_size, tokenizer.padded_vocab_size) == (50257, 50304)
     ids = tokenizer.encode(shakespeare[:20000])

@@ -36,7 +36,7 @@ def test_the_split_is_by_characters():
     assert split_corpus(corpus, make_tokenizer("char", corpus.alphabet)).validation_bytes == 18
 
 
-def test_validation_ends_where_it_is_told_to():
+def test_validation_tokens_bounds_the_validation_text():
     corpus = text_corpus(TEXT)
     tokenizer = make_tokenizer("char", TEXT)
     split = split_corpus(corpus, tokenizer, 50)

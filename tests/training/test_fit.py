@@ -159,7 +159,7 @@ def test_skipping_changes_nothing_where_all_is_finite(finished):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
 
 
-def test_a_validation_loss_that_is_no_number_is_not_taken_for_the_best():
+def test_a_validation_loss_that_is_not_finite_ends_the_run():
     """The last update ruins the weights after the last training loss was computed."""
     training = dataclasses.replace(CONFIG.training, steps=1)
     config = dataclasses.replace(CONFIG, optimizer=EXPLODING, training=training)
@@ -167,7 +167,7 @@ def test_a_validation_loss_that_is_no_number_is_not_taken_for_the_best():
         run(config)
 
 
-def test_however_steps_are_dispatched_nothing_changes(finished, monkeypatch):
+def test_the_length_of_dispatches_does_not_change_the_result(finished, monkeypatch):
     """Neither the numbers, nor the lines of metrics."""
     monkeypatch.setattr(fit_module, "SECONDS_PER_DISPATCH", 0.0)
     train_steps = steps_of(CONFIG)
@@ -181,7 +181,7 @@ def test_however_steps_are_dispatched_nothing_changes(finished, monkeypatch):
     assert lines == [record | {"val_loss": None} for record in finished[0]]
 
 
-def test_it_goes_on_from_a_position(finished, monkeypatch):
+def test_fit_continues_from_a_position(finished, monkeypatch):
     """In the middle of a line of metrics."""
     monkeypatch.setattr(fit_module, "SECONDS_PER_DISPATCH", 0.0)
     train_steps = steps_of(CONFIG)

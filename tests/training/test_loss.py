@@ -11,7 +11,7 @@ TARGETS = jax.random.randint(jax.random.key(1), (4, 6), 0, 11)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5])
-def test_cross_entropy_is_the_definition(smoothing):
+def test_cross_entropy_matches_its_definition(smoothing):
     logits = np.asarray(LOGITS, np.float64)
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     q = np.full(logits.shape, smoothing / 11)
@@ -22,7 +22,7 @@ def test_cross_entropy_is_the_definition(smoothing):
     )
 
 
-def test_it_is_optaxs():
+def test_cross_entropy_matches_optax():
     expected = optax.softmax_cross_entropy_with_integer_labels(LOGITS, TARGETS)
     np.testing.assert_allclose(cross_entropy(LOGITS, TARGETS), expected, rtol=1e-5, atol=1e-6)
 

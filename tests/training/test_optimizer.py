@@ -18,7 +18,7 @@ def curve(schedule: str, **changes) -> np.ndarray:
     return np.array([float(make_schedule(config, 100)(step)) for step in range(101)])
 
 
-def test_noam_is_the_papers():
+def test_noam_matches_the_paper():
     """Vaswani et al., 2017, eq. 3, for steps counted from 1, over its value at the peak."""
     config = dataclasses.replace(PLAIN, schedule="noam", warmup_fraction=0.09)
     warmup, step = 10, np.arange(1, 101)
@@ -35,7 +35,7 @@ def test_schedules_rise_to_the_peak_and_end_where_they_should(schedule):
     np.testing.assert_allclose(factors[100], 1.0 if schedule == "constant" else 0.25, rtol=1e-5)
 
 
-def test_the_shapes_in_between():
+def test_schedules_between_warm_up_and_end():
     np.testing.assert_allclose(curve("linear")[55], (1 + 0.25) / 2, rtol=1e-5)
     np.testing.assert_allclose(curve("cosine")[55], (1 + 0.25) / 2, rtol=1e-5)
     np.testing.assert_allclose(curve("cosine")[32], 0.25 + 0.75 * (1 + np.cos(np.pi * 22 / 90)) / 2)
@@ -136,7 +136,7 @@ def test_settings_out_of_range_are_refused(changes):
         dataclasses.replace(PLAIN, schedule="wsd", **changes)
 
 
-def test_tables_and_gains_inside_the_blocks_are_adams():
+def test_tables_and_gains_inside_the_blocks_are_left_to_adam():
     model = tiny_model(
         positions="relative", mlp="moe", norm="dyt", attention="full:value_residual=true"
     )

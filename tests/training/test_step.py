@@ -65,7 +65,7 @@ def test_the_mean_is_over_what_counts_whatever_the_parts(parts):
         return jnp.sum(jnp.where(real, window_losses(model, jnp.asarray(BATCHES[0]))[0], 0)) / 18
 
     training = dataclasses.replace(TRAINING, accumulation=parts)
-    options = {"losses": losses, "counts": lambda batch: batch["real"]}
+    options = {"losses": losses, "loss_mask": lambda batch: batch["real"]}
     found = grads_of(model, batch, training, **options)
     trees_close(eqx.filter_jit(eqx.filter_value_and_grad(by_hand))(model), found)
     nothing = batch | {"real": np.zeros_like(real)}
@@ -77,7 +77,7 @@ def test_the_mean_is_over_what_counts_whatever_the_parts(parts):
 def test_counts_of_another_shape_are_refused():
     """They would broadcast, and make another mean."""
     with pytest.raises(UserError, match=r"shape of the losses, \[4, 12\], got \[4, 1\]"):
-        grads_of(tiny_model(), jnp.asarray(BATCHES[0]), counts=lambda batch: batch[:, :1] >= 0)
+        grads_of(tiny_model(), jnp.asarray(BATCHES[0]), loss_mask=lambda batch: batch[:, :1] >= 0)
 
 
 def test_a_mixture_is_not_trained_without_its_balance_loss():

@@ -58,14 +58,14 @@ def trained(model):
     return train(model, losses, batch, OptimizerConfig(), TRAINING, evaluate=look), looks
 
 
-def test_it_learns_what_only_both_ways_can_tell(trained, model, capsys):
+def test_an_encoder_learns_what_depends_on_later_tokens(trained, model, capsys):
     _, looks = trained
     assert len(looks) == 3  # after 120, 240 and 245 steps
     assert looks[-1] < 0.5 * np.log(VOCAB)
     assert jax.tree.leaves(eqx.filter(model, eqx.is_array))[0].is_deleted() is False
 
 
-def test_the_same_again_to_the_bit(trained, model, capsys):
+def test_training_is_deterministic_to_the_bit(trained, model, capsys):
     again = train(model, losses, batch, OptimizerConfig(), TRAINING)
     jax.tree.map(
         np.testing.assert_array_equal,
