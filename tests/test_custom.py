@@ -42,7 +42,7 @@ class Twice(eqx.Module):
 
 
 class Times(Twice):
-    def __init__(self, config, *, factor: float = 2.0, steps: int = 1, key):
+    def __init__(self, config, *, factor: float = 2.0, steps: "int" = 1, shape=(), key):
         self.factor = factor
 
     factor: float = eqx.field(static=True)
@@ -108,9 +108,10 @@ def test_a_block_has_options_of_its_own(file):
 
     assert (scale(""), scale(":factor=0.5"), scale(":steps=3:factor=1")) == (2.0, 0.5, 1.0)
     for options, words in (
-        (":factro=1", "has no option factro: its options are factor, steps"),
+        (":factro=1", "has no option factro: its options are factor, steps, shape"),
         (":steps=1.5", "steps in model.mlp .* must be int, got '1.5'"),
         (":factor=x", "factor in model.mlp .* must be float, got 'x'"),
+        (":shape=2", "shape in model.mlp .* must be annotated as bool, int, float or str"),
     ):
         with pytest.raises(UserError, match=words):
             scale(options)

@@ -1,6 +1,7 @@
 import pytest
 
-from gptlite.files import read_json, write_atomically, write_json
+from gptlite.config import UserError
+from gptlite.files import lock, read_json, write_atomically, write_json
 
 
 def test_json_round_trips(tmp_path):
@@ -33,3 +34,10 @@ def test_a_failed_write_keeps_the_old_file(tmp_path):
         write_json(path, {"a": float("nan")})
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_lock_is_held_until_its_block_ends(tmp_path):
+    with lock(tmp_path / "new" / "lock", "busy"), pytest.raises(UserError, match="busy"):
+        lock(tmp_path / "new" / "lock", "busy")
+    with lock(tmp_path / "new" / "lock", "busy"):
+        pass

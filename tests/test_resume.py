@@ -160,6 +160,7 @@ def test_a_loss_that_is_not_finite_saves_the_batch_and_keeps_the_last_good_check
     for word in ("diverged at step", "grad_norm", "learning_rate", "on-nonfinite skip"):
         assert word in error
     report = json.loads((tmp_path / "runs" / "one" / "nonfinite.json").read_text())
+    assert isinstance(report["learning_rate"], float)
     assert len(report["text"]) == 4
     assert all(text in TEXT for text in report["text"])
     for step in list_steps(tmp_path / "runs" / "one" / "checkpoints"):

@@ -276,7 +276,7 @@ def parse_options(name: str, make: Callable[..., Any], given: Mapping[str, str])
         return {}
     known = {
         option: parameter
-        for option, parameter in inspect.signature(make, eval_str=True).parameters.items()
+        for option, parameter in inspect.signature(make).parameters.items()
         if parameter.kind is parameter.KEYWORD_ONLY
         and option not in ("key", "causal", "cross_attention")
     }
@@ -294,6 +294,8 @@ def _parse(name: str, text: str, kind: Any) -> Any:
 
     **Raises:** `UserError` if `text` is no such value.
     """
+    # With `from __future__ import annotations`, an annotation is its text.
+    kind = {"bool": bool, "int": int, "float": float, "str": str}.get(kind, kind)
     plain = get_args(kind)[0] if hasattr(kind, "__metadata__") else kind
     if plain not in (bool, int, float, str):
         raise UserError(f"{name} must be annotated as bool, int, float or str, to be set by name.")

@@ -144,6 +144,12 @@ def test_a_prompt_that_does_not_fit_is_refused(length):
         generate(tiny_model(), jnp.zeros((1, length), jnp.int32), 5, keys=jax.random.key(0)[None])
 
 
+def test_lengths_beyond_the_prompt_are_refused():
+    keys = jax.random.split(jax.random.key(0), 2)
+    with pytest.raises(UserError, match=r"lengths must be at most 4, .*got 5"):
+        generate(tiny_model(), jnp.zeros((2, 4), int), 5, lengths=np.array([5, 1]), keys=keys)
+
+
 def test_a_context_of_one_token_goes_on():
     model = tiny_model(context_length=1)
     new = generate(model, jnp.zeros((1, 1), jnp.int32), 5, GREEDY, keys=jax.random.key(0)[None])

@@ -43,3 +43,4 @@ def test_text_is_shown_as_soon_as_it_is_certain():
 
 def test_half_a_character_at_the_end_is_marked():
     assert shown("é".encode()[:1], [], []) == "\ufffd"
+    assert shown(b"ab" + "é".encode()[:1], ["b\ufffd"], []) == "a"

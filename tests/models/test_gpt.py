@@ -10,6 +10,7 @@ from conftest import TINY, VARIANTS, VOCAB, tiny_model
 from jaxtyping import TypeCheckError
 
 from gptlite.config import ModelConfig, UserError
+from gptlite.models.encoder import Encoder
 from gptlite.models.gpt import GPT
 from gptlite.research.check_block import check_block
 from gptlite.research.checks import CHECKS
@@ -172,3 +173,6 @@ def test_relative_positions_need_distances_beyond_their_near_buckets():
     assert tiny_model(positions="relative:buckets=8:max_distance=5").config.positions
     with pytest.raises(UserError, match=r"max_distance in .* must be above 4, for 8"):
         tiny_model(positions="relative:buckets=8:max_distance=4")
+    # In an encoder, only half of the near buckets are for one direction.
+    config = dataclasses.replace(TINY, positions="relative:buckets=8:max_distance=4")
+    assert Encoder(config, VOCAB, key=jax.random.key(0)).config == config

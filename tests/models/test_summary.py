@@ -1,5 +1,6 @@
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from conftest import tiny_model
 
 from gptlite.models.gpt import GPT
@@ -40,8 +41,20 @@ def test_flops_do_not_depend_on_how_the_layers_run():
 
 
 def test_activations_grow_with_the_batch():
-    small, large = (activation_bytes(skeleton("s"), batch) for batch in (4, 8))
-    assert 0 < small < large < 2.1 * small
+    """Also where tables, which the backward pass does not read, are larger than activations."""
+    tables = tiny_model(context_length=8)
+    tables = eqx.tree_at(
+        lambda model: model.embedding.weight, tables, jax.ShapeDtypeStruct((10**6, 16), jnp.float32)
+    )
+    for model in (skeleton("s"), tables):
+        small, large = (activation_bytes(model, batch) for batch in (4, 8))
+        assert 0 < 2 * small == large
+
+
+def test_layers_are_multiplied_only_where_they_are_stacked():
+    model = tiny_model()
+    assert f"(x {model.config.n_layers})" in summary(model)
+    assert "(x " not in summary(model.unstacked())
 
 
 def test_the_table_names_every_part_and_adds_up(variant):

@@ -13,7 +13,7 @@ import tyro
 from conftest import tiny_model
 from jax import lax
 
-from gptlite.config import ModelConfig
+from gptlite.config import ModelConfig, UserError
 from gptlite.models.gpt import GPT
 from gptlite.nn import WHOLE_SEQUENCE, Linear, RMSNorm, Rotary
 from gptlite.nn.cache import write_at
@@ -338,6 +338,11 @@ def test_a_planted_bug_is_caught_and_named(bug):
     assert len(lines) == 1
     assert words in lines[0]
     assert str(found.value).startswith(f"{bug.__name__} fails:")
+
+
+def test_unknown_checks_are_refused():
+    with pytest.raises(UserError, match=r"no check \['casual'\]: there are parameters, shapes"):
+        check_block(Layer, checks=["causal", "casual"])
 
 
 def test_all_failures_are_reported():

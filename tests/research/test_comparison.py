@@ -91,7 +91,7 @@ def test_another_variant_under_the_same_name_is_refused(trained, tmp_path):
     fewer = dataclasses.replace(BASE, data=DataConfig(validation_tokens=50))
     with pytest.raises(UserError, match=r"another data\.validation_tokens"):
         run(comparison(tmp_path), "a", fewer, range(2))
-    idle = dataclasses.replace(BASE.training, save_seconds=7, cpu_devices=1)
+    idle = dataclasses.replace(BASE.training, save_seconds=7, cpu_devices=1, log_every=2)
     run(comparison(tmp_path), "a", dataclasses.replace(BASE, training=idle), range(2))
     assert len(trained) == 1
     (file,) = tmp_path.glob("*.json")

@@ -176,6 +176,8 @@ def test_weights_know_their_step_and_those_of_other_programs_are_read(tmp_path):
     assert read_evaluated(ours) is None
     save_weights(ours, named_arrays(MODEL), Evaluated(7))  # not evaluated
     assert read_evaluated(ours) is None
+    with safetensors.safe_open(ours, "numpy") as file:
+        assert file.metadata() == {"evaluated": '{"step": 7}'}
 
 
 def header(length: int, entry: dict) -> bytes:
