@@ -59,7 +59,7 @@ def compare(arguments: CompareArguments, variants: dict[str, Config]) -> None:
             name: comparison.trained(name, config, seeds) for name, config in variants.items()
         }
         left = len(variants) * len(seeds) - sum(map(len, trained.values()))
-        log(f"{len(variants)} variants of {len(seeds)} seeds, {left} runs to train")
+        log(f"variants: {len(variants)}, seeds: {len(seeds)}, runs to train: {left}")
         start, done, results = time.perf_counter(), 0, []
         for name, config in variants.items():
             with progress_bar(name, unit="step") as bar:
@@ -75,7 +75,7 @@ def compare(arguments: CompareArguments, variants: dict[str, Config]) -> None:
             done, left = done + now, left - now
             if now and left:
                 minutes = (time.perf_counter() - start) / done * left / 60
-                log(f"{left} runs left, about {minutes:.0f} minutes")
+                log(f"runs left: {left}, about {minutes:.1f} min")
         shown = table(results)
         try:
             write_atomically(folder / "table.csv", to_csv(results))

@@ -113,34 +113,36 @@ def train(arguments: TrainArguments) -> None:
             log(f"custom blocks: {shlex.join(custom)}")
 
         # Training. `fit` compiles first, so that a model that cannot be trained changes no files.
-        fitting = fit(state, train_steps, batches, start=start_at)
-        if checkpoint is None:
-            run.create(config, tokenizer, corpus.sha256, overwrite=arguments.overwrite)
-        else:
-            run.resume(checkpoint, config)
-        del state, checkpoint  # frees their arrays
         stop = Stop()
-        with (
-            stop,
-            run.training_errors(tokenizer),
-            Display(training.steps, run.steps_done) as display,
-        ):
-            for progress in fitting:
-                stopping = stop.requested  # read once, so that every stop is saved
-                val_loss = evaluate.evaluate_or_raise(progress) if progress.evaluation_due else None
-                if progress.log_due:
-                    run.log_metrics(progress, val_loss)
-                if val_loss is not None or stopping or run.save_is_due():
-                    run.save(progress)
-                sample = ""
-                if val_loss is not None and training.sample_tokens:
-                    prompt, keys = jnp.asarray(split.validation[None, :1]), sample_key[None]
-                    ids = generate(progress.model, prompt, training.sample_tokens, keys=keys)
-                    sample = decode(tokenizer, jax.device_get(ids[0]))
-                if progress.log_due:
-                    display.update(run.last, sample)
-                if stopping:
-                    break
+        with stop:  # around the compilation too, in which Ctrl-C may be lost
+            fitting = fit(state, train_steps, batches, start=start_at)
+            if checkpoint is None:
+                run.create(config, tokenizer, corpus.sha256, overwrite=arguments.overwrite)
+            else:
+                run.resume(checkpoint, config)
+            del state, checkpoint  # frees their arrays
+            with (
+                run.training_errors(tokenizer),
+                Display(training.steps, run.steps_done) as display,
+            ):
+                for progress in fitting:
+                    stopping = stop.requested  # read once, so that every stop is saved
+                    val_loss = (
+                        evaluate.evaluate_or_raise(progress) if progress.evaluation_due else None
+                    )
+                    if progress.log_due:
+                        run.log_metrics(progress, val_loss)
+                    if val_loss is not None or stopping or run.save_is_due():
+                        run.save(progress)
+                    sample = ""
+                    if val_loss is not None and training.sample_tokens:
+                        prompt, keys = jnp.asarray(split.validation[None, :1]), sample_key[None]
+                        ids = generate(progress.model, prompt, training.sample_tokens, keys=keys)
+                        sample = decode(tokenizer, jax.device_get(ids[0]))
+                    if progress.log_due:
+                        display.update(run.last, sample)
+                    if stopping:
+                        break
         if run.steps_done < training.steps:
             log(f"stopped at step {run.steps_done} of {training.steps}. {run.resume_hint()}")
             sys.exit(stop.exit_code)

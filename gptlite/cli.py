@@ -83,7 +83,8 @@ class SampleArguments:
     model's context length, the text continues from the last half of it."""
 
     prompt: str | None = None
-    """The beginning of the text. Without --prompt and --prompt-file: read from standard input."""
+    """The beginning of the text, at most as long as the model's context. Without --prompt and
+    --prompt-file: read from standard input."""
 
     prompt_file: str | None = None
     """A file with the beginning of the text."""
@@ -245,7 +246,10 @@ def parse_compare(argv: Sequence[str]) -> tuple[CompareArguments, dict[str, Conf
             if config not in variants.values():
                 variants[" ".join(s.removeprefix("model.") for s in settings)] = config
     if len(variants) == 1:
-        raise UserError("There is nothing to compare: give --vary SECTION.FIELD=VALUE,VALUE,...")
+        raise UserError(
+            "There is nothing to compare: give --vary SECTION.FIELD=VALUE,VALUE,... with a value "
+            "that differs from the base's."
+        )
     return arguments, variants
 
 

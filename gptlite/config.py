@@ -196,7 +196,7 @@ class ModelConfig:
     both sides (sandwich), or one before attention and MLP in parallel (parallel)."""
 
     norm: Annotated[BlockChoice, BlockNames(("rms", "layer", "dyt"))] = "rms"
-    """RMSNorm, LayerNorm or DyT, in the blocks and before the head."""
+    """RMSNorm (rms), LayerNorm (layer) or DyT (dyt), in the blocks and before the head."""
 
     attention: Annotated[BlockChoice, BlockNames(("full", "sliding"))] = "full"
     """What a token attends to: itself and all earlier tokens (full), or the last 64 including
@@ -204,16 +204,17 @@ class ModelConfig:
     layer's values to every layer's."""
 
     mlp: Annotated[BlockChoice, BlockNames(MLPS)] = "relu2"
-    """The MLP's activation; swiglu and geglu add a gate; moe is a mixture of relu2 experts (options
-    n_experts=4, experts_per_token=2, balance_loss=0.01: the weight of the loss that keeps the
-    experts equally busy)."""
+    """The MLP's activation: gelu, silu, relu, relu2, tanh, sigmoid or identity; swiglu and geglu
+    add a gate; moe is a mixture of relu2 experts (options n_experts=4, experts_per_token=2,
+    balance_loss=0.01: the weight of the loss that keeps the experts equally busy)."""
 
     positions: Annotated[
         str,
         BlockNames(("rotary", "learned", "sinusoidal", "alibi", "relative", "none"), custom=False),
     ] = "rotary"
-    """How the model knows the positions of tokens. alibi and relative (options buckets=32,
-    max_distance=128) add to attention's scores by distance."""
+    """How the model knows the positions of tokens: rotary rotates queries and keys; learned and
+    sinusoidal add to the embeddings; alibi and relative (options buckets=32, max_distance=128) add
+    to attention's scores by distance; none."""
 
     embed_previous: Annotated[int, Between(0, 64)] = 2
     """How many earlier tokens are added to each token's embedding, each from a table of its own. A
@@ -437,7 +438,7 @@ class SamplingConfig:
 
     temperature: Annotated[float, Between(1e-6)] = 1.0
     """Divides the logits: below 1 sharpens the distribution, above 1 flattens it. At least 1e-6.
-    For the most probable token every time, use greedy."""
+    For the most probable token every time, use --greedy."""
 
     top_k: Annotated[int | None, Between(1, MAX_INT32)] = None
     """Draw only from the k most probable tokens."""

@@ -83,8 +83,8 @@ def resolve_custom(config: Config, names: Mapping[str, BlockChoice]) -> Config:
         named[field] = name + value.removeprefix(old_name)
     for field in names.keys() - made_with.keys():
         raise UserError(
-            f"The run was made with model.{field} {getattr(config.model, field)}, got "
-            f"{getattr(given, field)}."
+            f"The run has no custom block for model.{field}, which is "
+            f"{getattr(config.model, field)}: leave {names[field]} out."
         )
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **named))
 

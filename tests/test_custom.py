@@ -212,7 +212,7 @@ def test_loading_a_run_executes_no_custom_code(run, file):
         load_run(run)
     with pytest.raises(UserError, match=f"instead of {file}:Halves"):
         load_run(run, custom={"mlp": f"{file}:Halves"})
-    with pytest.raises(UserError, match=r"made with model\.norm rms, got"):
+    with pytest.raises(UserError, match=r"no custom block for model\.norm, which is rms"):
         load_run(run, custom={"mlp": f"{file}:Twice", "norm": f"{file}:Twice"})
     for words in (["--resume", str(run)], ["--resume", str(run), "--model.mlp", "relu"]):
         with pytest.raises(UserError, match="executed only if the command names it"):

@@ -125,6 +125,9 @@ def check_block(
                 name, [("shapes", f"it cannot be built: {describe(error)}")]
             ) from error
         d_model = config.d_model
+    paths = {path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(block)}
+    missing = sorted(set(zero_grad) - paths)
+    require(not missing, f"There is no parameter {missing} in {name}, as zero_grad says.")
     block = _move_parameters(block, np.random.default_rng(seed), zero_grad)
     try:
         subject = make_subject(block, kind, d_model, causal, seq, zero_grad, seed)

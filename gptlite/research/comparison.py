@@ -80,8 +80,10 @@ class Comparison:
     def trained(self, name: str, config: Config, seeds: Sequence[int]) -> list[int]:
         """Those of `seeds` that have been trained.
 
-        **Raises:** `UserError` if the file of that name is of another variant, or damaged.
+        **Raises:** `UserError` if the file of that name is of another variant, or damaged, or the
+        variant cannot be built.
         """
+        self._cost(config)
         curves = self._read(name, config)["curves"]
         return [seed for seed in seeds if str(seed) in curves]
 

@@ -172,7 +172,7 @@ class RunFolder:
                     return checkpoints.restore(step, skeleton)
                 except UserError as error:
                     log(f"{error} Looking for an older checkpoint.")
-        raise UserError(f"All checkpoints in {self.path} are damaged.")
+        raise UserError(f"No checkpoint in {self.path} can be used.")
 
     def resume(self, checkpoint: Checkpoint, config: Config) -> None:
         """Bring the folder back to the state in which `checkpoint` was written."""

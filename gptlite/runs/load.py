@@ -55,7 +55,7 @@ def load_run(
     skeleton = eqx.filter_eval_shape(make_model, config.model, tokenizer, key=jax.random.key(0))
     if which == "best" and not (path / "best.safetensors").exists():
         raise UserError(
-            f"The run {path} has no best weights, because it has not been evaluated yet: use its "
+            f"The run {path} has no best weights. (The first evaluation saves them.) Use its "
             "last ones (sample.py --weights last), or resume it (train.py --resume)."
         )
     model = load_weights(path / f"{which}.safetensors", skeleton)

@@ -69,8 +69,9 @@ def check_shapes(skeleton: PyTree, arrays: dict[str, Any], source: str) -> None:
             raise UserError(f"{source} lack {name}, which the config calls for.")
         if tuple(array.shape) != leaf.shape or array.dtype != leaf.dtype:
             raise UserError(
-                f"In {source}, {name} is {array.dtype}{list(array.shape)} where the "
-                f"config calls for {leaf.dtype}{list(leaf.shape)}."
+                f"{source} are not those of the config: {name} is "
+                f"{array.dtype}{list(array.shape)} where the config calls for "
+                f"{leaf.dtype}{list(leaf.shape)}."
             )
     extra = arrays.keys() - wanted.keys()
     if extra:

@@ -345,6 +345,11 @@ def test_unknown_checks_are_refused():
         check_block(Layer, checks=["causal", "casual"])
 
 
+def test_unknown_parameters_in_zero_grad_are_refused():
+    with pytest.raises(UserError, match=r"no parameter \['spare'\] in Unused"):
+        check_block(Unused, zero_grad=("spare",))
+
+
 def test_all_failures_are_reported():
     with pytest.raises(CheckError) as found:
         check_block(Sees1Ahead)

@@ -100,6 +100,12 @@ def test_another_variant_under_the_same_name_is_refused(trained, tmp_path):
         run(comparison(tmp_path), "a", BASE, range(2))
 
 
+def test_a_variant_that_cannot_be_built_is_refused_before_training(tmp_path):
+    wrong = dataclasses.replace(BASE, model=dataclasses.replace(BASE.model, mlp="relu2:rank=4"))
+    with pytest.raises(UserError, match=r"model\.mlp relu2 has no option rank"):
+        comparison(tmp_path).trained("a", wrong, range(2))
+
+
 def test_long_and_similar_names_have_files_of_their_own(trained, tmp_path):
     for name in ("a/b", "a_b", "a" * 1000):
         run(comparison(tmp_path), name, BASE, range(2))
