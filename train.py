@@ -114,7 +114,7 @@ def train(arguments: TrainArguments) -> None:
 
         # Training. `fit` compiles first, so that a model that cannot be trained changes no files.
         stop = Stop()
-        with stop:  # around the compilation too, in which Ctrl-C may be lost
+        with stop:  # also while `fit` compiles, where a KeyboardInterrupt may be lost
             fitting = fit(state, train_steps, batches, start=start_at)
             if checkpoint is None:
                 run.create(config, tokenizer, corpus.sha256, overwrite=arguments.overwrite)

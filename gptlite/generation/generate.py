@@ -85,7 +85,10 @@ def stream(
             raise UserError(
                 f"The prompt must have 1 to {context} tokens (the model's context), got {tokens}."
             )
-        require(tokens <= longest, f"lengths must be at most {longest}, as prompt, got {tokens}.")
+        require(
+            tokens <= longest,
+            f"lengths must be at most {longest}, the width of prompt, got {tokens}.",
+        )
     config = SamplingConfig() if config is None else config
     # A power of two, so that prompts of all lengths share a few programs.
     room = min(context, max(MIN_PREFILL, 1 << (longest - 1).bit_length()))

@@ -40,8 +40,8 @@ def sample(
     logits: Float[Array, "batch vocab"], config: SamplingConfig, uniform: Float[Array, " batch"]
 ) -> Int[Array, " batch"]:
     """One token a row: the first at which the cumulative probability exceeds the row's number in
-    [0, 1). That is one random number per token. The Gumbel trick needs one a candidate, which on a
-    CPU took half the time of a small model."""
+    [0, 1). That is one random number per token. The Gumbel trick needs one per candidate, which on
+    a CPU took half the time of a small model."""
     if config.greedy:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     kept, ids = candidates(logits, config)

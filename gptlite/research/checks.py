@@ -334,16 +334,16 @@ CHECKS: dict[str, Callable[[Subject], str | None]] = {
 
 def inapplicable(s: Subject) -> set[str]:
     """The checks that do not apply to the block."""
-    inapplicable = set() if s.causal else {"causal"}
+    names = set() if s.causal else {"causal"}
     if s.causal and s.source is None:
-        inapplicable.add("bidirectional")
+        names.add("bidirectional")
     if not s.causal or s.init_cache is None:
-        inapplicable.add("cached")
+        names.add("cached")
     if s.kind == "layer" or (s.kind == "model" and s.init_cache is None):
-        inapplicable.add("padding")
+        names.add("padding")
     if s.kind != "block":
-        inapplicable.add("scan")
-    return inapplicable
+        names.add("scan")
+    return names
 
 
 def _cache_spec(cache: Any) -> str:

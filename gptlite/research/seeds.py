@@ -32,7 +32,7 @@ class SeedsProgress:
     steps: int
     """Steps in total."""
     val_losses: Sequence[float] | None
-    """Where an evaluation was due: nats per token, one a seed."""
+    """Where an evaluation was due: nats per token, one per seed."""
     step_seconds: float
     """Spent on steps so far, by all seeds together, without compilation and evaluations."""
 
