@@ -74,7 +74,8 @@ PRESETS: dict[str, tuple[str, Config]] = {
     "gpu": (
         "10.7 M parameters with the blocks of quick, for one data-centre GPU",
         Config(
-            model=ModelConfig(n_layers=6, n_heads=6, d_model=384, context_length=256, dropout=0.2),
+            model=ModelConfig(n_layers=6, n_heads=6, d_model=384, context_length=256, dropout=0.4),
+            optimizer=OptimizerConfig(weight_decay=1.0),
             training=TrainingConfig(steps=2000, batch_size=64, eval_every=250),
         ),
     ),

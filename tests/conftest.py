@@ -34,6 +34,10 @@ if (SHARED / "tiktoken_cache").is_dir():
 # first computation.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
+# On the CPU, also where there is a GPU: the exact comparisons are made for it. (JAX is imported
+# already, so that the variable is for the commands that tests start.)
+jax.config.update("jax_platforms", os.environ.setdefault("JAX_PLATFORMS", "cpu"))
+
 # Two devices, for this process and the commands that it starts, so that every training test also
 # tests data parallelism.
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")

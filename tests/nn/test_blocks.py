@@ -31,6 +31,7 @@ from gptlite.nn import (
     Stack,
 )
 from gptlite.nn.mlp import ACTIVATIONS
+from gptlite.training.step import cast
 
 KEY = jax.random.key(0)
 X = jax.random.normal(jax.random.key(1), (2, 5, 8))
@@ -66,6 +67,14 @@ def test_embedding_takes_rows():
     table = Embedding(6, 3, std=1.0, key=KEY)
     np.testing.assert_array_equal(table(jnp.array([[5, 0], [2, 2]]))[1, 0], table.weight[2])
     np.testing.assert_array_equal(table(jnp.array([-1, 2])), [[0, 0, 0], table.weight[2]])
+
+
+def test_the_gradient_of_an_embedding_is_added_up_in_float32():
+    table = cast(Embedding(2, 3, key=KEY), jnp.bfloat16)
+    grads = eqx.filter_grad(lambda table: jnp.sum(table(jnp.zeros(1000, int))))(table)
+    assert grads.weight.dtype == jnp.bfloat16
+    # In bfloat16, 256 + 1 is 256.
+    np.testing.assert_array_equal(grads.weight, [[1000] * 3, [0] * 3])
 
 
 def test_rms_norm_matches_equinox():
