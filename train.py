@@ -33,7 +33,6 @@ def train(arguments: TrainArguments) -> None:
     from gptlite.runs.find import check_free, find_run, new_run
     from gptlite.runs.folder import RunFolder
     from gptlite.runs.load import load_tokenizer
-    from gptlite.runs.stop import Stop
     from gptlite.runtime import set_up_jax, usable_cpu_devices
     from gptlite.sharding import constrain_parameters, make_mesh, skeleton
     from gptlite.text.batches import Batches
@@ -43,6 +42,7 @@ def train(arguments: TrainArguments) -> None:
     from gptlite.training.evaluate import Evaluation, bits_per_byte
     from gptlite.training.fit import fit
     from gptlite.training.step import TrainSteps
+    from gptlite.training.stop import Stop
 
     training, mesh_config = arguments.config.training, arguments.config.mesh
     resuming = arguments.resume is not None

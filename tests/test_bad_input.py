@@ -182,7 +182,7 @@ def make_texts(folder: Path) -> None:
         ("latin.txt", "not UTF-8 text: byte 3 is 0xe9"),
         ("far.txt", "not UTF-8 text: byte 2500000 is 0xff"),
         ("cut.txt", "not UTF-8 text: byte 2500 is 0xc3"),
-        ("wide.txt", "byte 0 is 0xff"),
+        ("wide.txt", "is UTF-16 text"),
         ("binary.txt", "not text: byte 0 is 0x00"),
         ("dangling.txt", "no corpus dangling.txt"),
         ("none", "no .txt file in it"),

@@ -45,8 +45,8 @@ def sample(
     if config.greedy:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     kept, ids = candidates(logits, config)
-    total = jnp.cumsum(jnp.exp(kept), axis=-1)
-    # Rounding may increase a sum at an excluded token.
-    reached = (total > uniform[:, None] * total[:, -1:]) & jnp.isfinite(kept)
+    # Rounding may increase a sum at an excluded token, so these do not count.
+    total = jnp.where(jnp.isfinite(kept), jnp.cumsum(jnp.exp(kept), axis=-1), 0)
+    reached = total > uniform[:, None] * jnp.max(total, axis=-1, keepdims=True)
     choice = jnp.argmax(reached, axis=-1)
     return jnp.take_along_axis(ids, choice[:, None], axis=-1)[:, 0].astype(jnp.int32)

@@ -7,7 +7,8 @@ from gptlite.text.tokenizer import Ids, Tokenizer
 
 
 class TextStream:
-    """Decodes ids as they come, and stops before the first of the `stop` strings.
+    """Decodes ids as they come, and ends before the first of the `stop` strings that is complete;
+    of several that are complete with the same character, before the longest.
 
     Bytes and characters that may be the beginning of a character or of a stop string are held back.
     """
@@ -32,11 +33,15 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._held + text
-        places = [place for stop in self._stop if (place := text.find(stop)) >= 0]
-        if places:
+        # By their ends, so that the result does not depend on how the text is cut into pieces.
+        found = [
+            (place + len(stop), place) for stop in self._stop if (place := text.find(stop)) >= 0
+        ]
+        if found:
             self.stopped = True
             self._held = ""
-            return text[: min(places)]
+            _, place = min(found)
+            return text[:place]
         held = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]

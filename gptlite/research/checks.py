@@ -235,7 +235,15 @@ def check_gradients(s: Subject) -> str | None:
             module = eqx.combine(jax.tree.unflatten(structure, leaves), static)
             return s.call(module, x, None, None)
 
-        weights = random.normal(size=jax.eval_shape(call, leaves).shape)
+        try:
+            out = jax.eval_shape(call, leaves)
+        except TypeError as error:
+            return (
+                "it does not compute in float64, in which derivatives are compared. If it fixes a "
+                "dtype, such as that of a carry, take that of the input, x.dtype, instead. "
+                f"({str(error).splitlines()[0]})"
+            )
+        weights = random.normal(size=out.shape)
 
         def loss(leaves):
             return jnp.sum(weights * jnp.sin(call(leaves)))

@@ -65,11 +65,14 @@ def _t_test(values: np.ndarray) -> tuple[Estimate, float]:
 
 
 def _holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """Holm, 1979: the smallest p times the number of tests, the next one times one fewer, ..."""
+    """Holm, 1979: the smallest p times the number of variants, the next one times one fewer, ...
+
+    Variants without a p-value, because they diverged, count: they were among the variants tried.
+    """
     tested = sorted((p, name) for name, p in p_values.items() if not math.isnan(p))
     adjusted, most = dict.fromkeys(p_values, math.nan), 0.0
     for place, (p, name) in enumerate(tested):
-        most = max(most, min(1.0, p * (len(tested) - place)))
+        most = max(most, min(1.0, p * (len(p_values) - place)))
         adjusted[name] = most
     return adjusted
 

@@ -166,7 +166,10 @@ def _path(path: Path) -> Callable[[], Iterator[str]]:
         f"There is no corpus {path}: --data.corpus takes a text file, a folder of .txt files, "
         "`shakespeare`, `pydoc`, `hf:NAME` or `auto`.",
     )
-    files = sorted(path.rglob("*.txt")) if is_folder else [path]
+    files = [path]
+    if is_folder:
+        found = (file for file in path.rglob("*") if file.suffix.lower() == ".txt")
+        files = sorted(file for file in found if not file.is_dir())
     require(bool(files), f"The folder {path} has no .txt file in it.")
     for file in files:
         require(
@@ -190,6 +193,8 @@ def _read(path: Path) -> Iterator[str]:
         with path.open("rb") as file:
             while True:
                 content = file.read(PIECE)
+                if place == 0 and content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                    raise UserError(f"{path} is UTF-16 text: save it as UTF-8.")
                 pending = len(decoder.getstate()[0])
                 try:
                     text = decoder.decode(content, final=not content)

@@ -12,12 +12,15 @@ def cross_entropy(
     targets: Int[Array, "*batch"],
     label_smoothing: float = 0.0,
 ) -> Float[Array, "*batch"]:
-    """`-log softmax(logits)[target]`, in nats.
+    """`-log softmax(logits)[target]`, in nats. NaN for a target outside the vocabulary, so that a
+    padding of -1 that is not masked is noticed.
 
     With label smoothing the target distribution is `1 - label_smoothing` on the target plus
     `label_smoothing` spread evenly over the vocabulary (Szegedy et al., 2016, section 7).
     """
     at_target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    known = (targets >= 0) & (targets < logits.shape[-1])
+    at_target = jnp.where(known, at_target, jnp.nan)
     if label_smoothing:
         mean = jnp.mean(logits, axis=-1)
         at_target = (1 - label_smoothing) * at_target + label_smoothing * mean

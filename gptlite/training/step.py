@@ -167,7 +167,9 @@ class TrainSteps:
     def _step(
         self, state: TrainState, batch: PyTree[Shaped[Array, "batch ..."]], seed: Int[Array, ""]
     ) -> tuple[TrainState, StepMetrics]:
-        key = jax.random.fold_in(jax.random.key(seed), state.step)
+        # The third key, because the model and the samples are drawn from the first two. (Key i of
+        # a split is `fold_in(key, i)`.)
+        key = jax.random.fold_in(jax.random.split(jax.random.key(seed), 3)[2], state.step)
         loss, grads = self.loss_and_grads(state.model, batch, key)
         grads = constrain_parameters(grads)
         params = eqx.filter(state.model, self._trainable)

@@ -1,5 +1,7 @@
 """Training of any model, on any batches, in one call."""
 
+import signal
+import sys
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -11,6 +13,7 @@ from gptlite.sharding import make_mesh
 from gptlite.training.fit import BatchOf, fit
 from gptlite.training.optimizer import is_parameter
 from gptlite.training.step import Losses, LossMask, Trainable, TrainSteps
+from gptlite.training.stop import Stop
 
 M = TypeVar("M", bound=eqx.Module)
 
@@ -29,8 +32,9 @@ def train(
     """A copy of `model`, trained for `training.steps` steps. Progress is shown.
 
     All devices share every batch (`gptlite.runtime.set_up_jax(2)`, at the start of a program, makes
-    two devices of a CPU). Nothing is saved. These fields of `training` are for `train.py` only:
-    `cpu_devices`, `sample_tokens`, `save_seconds`, `keep`.
+    two devices of a CPU). Nothing is saved. After a stop signal the step is finished; then Ctrl-C
+    raises `KeyboardInterrupt`, and another signal exits. These fields of `training` are for
+    `train.py` only: `cpu_devices`, `sample_tokens`, `save_seconds`, `keep`.
 
     **Arguments:**
 
@@ -55,7 +59,8 @@ def train(
         loss_mask=loss_mask,
         trainable=trainable,
     )
-    with progress_bar("training", training.steps, unit="step") as bar:
+    stop = Stop()
+    with stop, progress_bar("training", training.steps, unit="step") as bar:
         for progress in fit(train_steps.init(model), train_steps, batch):
             model = progress.model
             loss = "none" if progress.train_loss is None else f"{progress.train_loss:.4f}"
@@ -64,4 +69,10 @@ def train(
             if progress.evaluation_due:
                 line = f"step {progress.step}/{training.steps}  loss {loss}  {evaluate(model)}"
                 log(line.rstrip())
+            if stop.requested:
+                break
+    if stop.signal == signal.SIGINT:
+        raise KeyboardInterrupt
+    if stop.requested:
+        sys.exit(stop.exit_code)
     return model

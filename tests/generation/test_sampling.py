@@ -67,6 +67,16 @@ def test_no_sum_over_a_large_vocabulary_rounds_up_to_an_excluded_token():
     assert set((drawn % 1000).tolist()) == {0}
 
 
+def test_a_sum_that_rounding_increases_after_the_last_token_kept_excludes_nothing_else():
+    """The sum of all is then above the sum at every token kept, and so may be the number drawn."""
+    vocab, random = 20_000, np.random.default_rng(0)
+    logits = random.uniform(-0.6, 0.0, (64, vocab)).astype(np.float32)
+    logits[random.random((64, vocab)) < 0.3] = -20.0
+    logits[:, 0] = logits[:, -50:] = -20.0
+    drawn = sample(jnp.asarray(logits), SamplingConfig(min_p=0.5), jnp.full(64, 1 - 2.0**-23))
+    assert (logits[np.arange(64), drawn] > -1).all()
+
+
 def test_greedy_is_the_most_probable_token():
     logits = jax.random.normal(jax.random.key(0), (6, 9))
     uniform = jax.random.uniform(jax.random.key(1), (6,))

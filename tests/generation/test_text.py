@@ -27,8 +27,22 @@ def shown(text: bytes, stop: list[str], cuts: list[int]) -> str:
 def test_however_the_text_arrives_it_ends_before_the_first_stop(text, stop, data):
     content = text.encode()
     cuts = data.draw(st.lists(st.integers(0, len(content)), max_size=6))
-    ends = [text.find(s) for s in stop if s in text]
-    assert shown(content, stop, cuts) == text[: min(ends, default=len(text))]
+    assert shown(content, stop, cuts) == before_first(stop, text)
+
+
+def before_first(stop: list[str], text: str) -> str:
+    """The reference: one character after the other."""
+    for end in range(1, len(text) + 1):
+        complete = [s for s in stop if text[:end].endswith(s)]
+        if complete:
+            return text[: end - len(max(complete, key=len))]
+    return text
+
+
+def test_stop_strings_inside_each_other_end_the_text_where_the_first_is_complete():
+    for cuts in ([], [1], [2], [1, 2, 3]):
+        assert shown("abé".encode(), ["abé", "b"], cuts) == "a"
+        assert shown(b"abc", ["c", "bc"], cuts) == "a"
 
 
 def test_text_is_shown_as_soon_as_it_is_certain():

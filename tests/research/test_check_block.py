@@ -297,7 +297,21 @@ class LosesDigits(Layer):
         return super().__call__((x + large) - large)
 
 
+class FixesTheDtype(Layer):
+    """A carry that is float32, whatever the input is."""
+
+    def __call__(self, x):
+        def step(carry, x):
+            carry = 0.5 * carry + x
+            return carry, carry
+
+        x = jnp.moveaxis(super().__call__(x), -2, 0)
+        _, y = jax.lax.scan(step, jnp.zeros(x.shape[1:], jnp.float32), x)
+        return jnp.moveaxis(y, 0, -2)
+
+
 BUGS = {
+    FixesTheDtype: ("gradients", "take that of the input, x.dtype"),
     Sees1Ahead: ("causal", "at position 0 depends on inputs from position 1 on"),
     SoftmaxOverQueries: ("causal", "depends on inputs from position"),
     NormOverTime: ("causal", "depends on inputs from position"),

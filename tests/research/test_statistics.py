@@ -36,6 +36,19 @@ def test_p_values_match_scipy_and_are_adjusted_by_holm():
     assert verdicts[third].adjusted_p == pytest.approx(max(verdicts[second].adjusted_p, raw[third]))
 
 
+def test_variants_that_diverged_count_as_tests():
+    base = np.zeros(5)
+    variants = {
+        "a": np.array([0.1, 0.2, 0.3, 0.2, 0.25]),
+        "b": np.array([0.1, -0.1, 0.1, -0.1, 0.05]),
+        "c": np.array([0.1, math.nan, 0.1, 0.1, 0.1]),
+    }
+    verdicts = judge(base, variants)
+    assert verdicts["a"].adjusted_p == pytest.approx(3 * verdicts["a"].p)
+    assert verdicts["b"].adjusted_p == pytest.approx(min(1, 2 * verdicts["b"].p))
+    assert math.isnan(verdicts["c"].adjusted_p)
+
+
 def test_what_is_said():
     base = [1.0, 1.1, 0.9, 1.05, 0.95]
     variants = {

@@ -27,14 +27,20 @@ def test_a_file_is_taken_byte_for_byte(tmp_path):
 
 def test_a_folder_is_its_txt_files_in_order(tmp_path):
     (tmp_path / "sub").mkdir()
-    for name, text in {"b.txt": "B", "a.txt": "A", "sub/c.txt": "C", "no.md": "M"}.items():
+    (tmp_path / "folder.txt").mkdir()
+    for name, text in {"b.txt": "B", "a.txt": "A", "sub/c.TXT": "C", "no.md": "M"}.items():
         (tmp_path / name).write_text(text)
     assert load_corpus(str(tmp_path)).text == "A\nB\nC"
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(b"", "empty"), (b"ab\xff", "byte 2 is 0xff"), (None, "no corpus")],
+    [
+        (b"", "empty"),
+        (b"ab\xff", "byte 2 is 0xff"),
+        ("ab".encode("utf-16"), "is UTF-16 text: save it as UTF-8"),
+        (None, "no corpus"),
+    ],
 )
 def test_a_file_that_is_no_text_is_refused(tmp_path, content, words):
     path = tmp_path / "a.txt"

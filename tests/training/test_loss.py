@@ -30,3 +30,18 @@ def test_cross_entropy_matches_optax():
 def test_large_logits_stay_finite():
     logits = jnp.array([[1e4, -1e4, 0.0]])
     np.testing.assert_allclose(cross_entropy(logits, jnp.array([1])), 2e4)
+
+
+def test_a_target_that_is_no_token_gives_nan_and_a_mask_hides_it():
+    targets = TARGETS.at[0, 0].set(-1).at[1, 1].set(11)
+    losses = cross_entropy(LOGITS, targets)
+    assert np.argwhere(np.isnan(losses)).tolist() == [[0, 0], [1, 1]]
+
+    def masked(logits):
+        return jnp.sum(
+            jnp.where((targets >= 0) & (targets < 11), cross_entropy(logits, targets), 0)
+        )
+
+    grads = jax.grad(masked)(LOGITS)
+    assert np.isfinite(grads).all()
+    assert not grads[0, 0].any()

@@ -40,6 +40,18 @@ def grads_of(model, batch, training=TRAINING, **options):
     return eqx.filter_jit(steps.loss_and_grads)(model, batch, jax.random.key(0))
 
 
+def test_dropout_shares_no_key_with_the_model_and_the_samples():
+    """train.py draws the model and the samples from the two keys of `split(key(seed))`."""
+
+    def losses(model, batch, *, label_smoothing, key):
+        return jnp.sum(model.norm.weight) * 0 + jax.random.uniform(key)
+
+    steps = steps_of(tiny_model(), OptimizerConfig(name="adamw"), losses=losses)
+    _, metrics = steps(steps.init(tiny_model()), BATCHES, 5)
+    drawn = {float(jax.random.uniform(key)) for key in jax.random.split(jax.random.key(0))}
+    assert len({*np.asarray(metrics.loss).tolist(), *drawn}) == 7
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_accumulation_gives_the_whole_batchs_gradient(dropout):
     model = tiny_model(dropout=dropout)

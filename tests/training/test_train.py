@@ -1,6 +1,9 @@
 """Training of any model: an encoder that learns what its tokens' neighbours are."""
 
+import concurrent.futures
 import dataclasses
+import os
+import signal
 
 import equinox as eqx
 import jax
@@ -127,3 +130,25 @@ def test_a_frozen_table_stays_what_it_is(name, tied):
 def test_vectors_of_another_shape_are_refused():
     with pytest.raises(ValueError, match=r"vectors must be \[16, 8\], got \[16, 4\]"):
         Embedding(VOCAB, 8, vectors=jnp.zeros((VOCAB, 4)), key=jax.random.key(0))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_the_step_end(model, number, capsys):
+    """Also one that comes while JAX runs, which may swallow a KeyboardInterrupt."""
+
+    def evaluate(model):
+        os.kill(os.getpid(), number)
+        return "evaluated"
+
+    training = dataclasses.replace(TRAINING, eval_every=2, log_every=1)
+    raised = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: SystemExit}[number]
+    with pytest.raises(raised, match="" if raised is KeyboardInterrupt else "143"):
+        train(model, losses, batch, OptimizerConfig(name="adamw"), training, evaluate=evaluate)
+    assert "step 2/245" in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_training_on_another_thread_leaves_signals_alone(model):
+    training = dataclasses.replace(TRAINING, steps=2)
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        thread.submit(train, model, losses, batch, OptimizerConfig(name="adamw"), training).result()

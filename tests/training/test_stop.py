@@ -12,7 +12,7 @@ from conftest import ROOT
 # Hashing 1 MB blocks without Python in between, as a compiled step would.
 PROGRAM = """
 import hashlib, sys
-from gptlite.runs.stop import Stop
+from gptlite.training.stop import Stop
 data = bytes(400_000_000)
 with Stop() as stop:
     print("ready", flush=True)
@@ -62,7 +62,7 @@ def test_the_second_signal_ends_it_at_once():
 
 
 def test_ignored_signals_stay_ignored():
-    from gptlite.runs.stop import Stop
+    from gptlite.training.stop import Stop
 
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
@@ -75,7 +75,7 @@ def test_ignored_signals_stay_ignored():
 
 
 def test_signal_handlers_are_restored():
-    from gptlite.runs.stop import Stop
+    from gptlite.training.stop import Stop
 
     before = signal.getsignal(signal.SIGINT)
     with Stop() as stop:

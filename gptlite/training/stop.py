@@ -3,12 +3,14 @@
 import contextlib
 import os
 import signal
+import threading
 
 
 class Stop:
     """A context manager. Inside, the first of these signals sets a flag, so that the loop can end
     after the next dispatch; the second ends the process at once. Signals that were ignored
-    (`nohup`) stay ignored. For the main thread only.
+    (`nohup`) stay ignored. In another thread than the main one, which gets no signals, it does
+    nothing.
 
     Python runs signal handlers between bytecodes, so a handler waits for the dispatch in progress.
     """
@@ -29,6 +31,8 @@ class Stop:
 
     def __enter__(self) -> "Stop":
         numbers = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
+        if threading.current_thread() is not threading.main_thread():
+            numbers = set()
         self._before = {
             number: signal.signal(number, self._set)
             for number in numbers
