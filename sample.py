@@ -5,7 +5,11 @@ import sys
 from pathlib import Path
 
 from gptlite.cli import SampleArguments, exit_on_error, parse_sample
-from gptlite.config import UserError
+from gptlite.config import UserError, require
+from gptlite.progress import log, printable
+
+# Bytes. A model reads the end of a long prompt only.
+MAX_PROMPT = 2**26
 
 
 def main() -> None:
@@ -32,14 +36,19 @@ def sample(arguments: SampleArguments) -> None:
     if not prompt:
         raise UserError("The prompt is empty: give at least one character.")
 
-    ids = jnp.asarray(run.tokenizer.encode(prompt))
+    ids, context = run.tokenizer.encode(prompt), run.config.model.context_length
+    if len(ids) > context:
+        log(f"the prompt has {len(ids):,} tokens: the model reads the last {context:,}", sys.stderr)
+    ids = jnp.asarray(ids[-context:])
     rows = jnp.arange(arguments.num_samples)
     # A key per row, so that the first sample is the same however many are asked for.
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(arguments.seed), rows)
     prompts = jnp.tile(ids, (arguments.num_samples, 1))
 
+    show = str
     if sys.stdout.isatty():  # the prompt is shown on a terminal only, and is not part of the output
-        print(prompt, end="", file=sys.stderr, flush=True)
+        show = printable  # a model can generate any character
+        print(show(prompt), end="", file=sys.stderr, flush=True)
     texts = [TextStream(run.tokenizer, arguments.stop) for _ in range(arguments.num_samples)]
     pieces: list[list[str]] = [[] for _ in texts]
     for chunk in stream(
@@ -47,14 +56,14 @@ def sample(arguments: SampleArguments) -> None:
     ):
         for text, piece, row in zip(texts, pieces, jax.device_get(chunk), strict=True):
             piece.append(text.feed(row))
-        print(pieces[0][-1], end="", flush=True)  # the first streams, the others wait for it
+        print(show(pieces[0][-1]), end="", flush=True)  # the first streams, the others wait for it
         if all(text.stopped for text in texts):
             break
     for text, piece in zip(texts, pieces, strict=True):
         piece.append(text.finish())
-    print(pieces[0][-1])
+    print(show(pieces[0][-1]))
     for piece in pieces[1:]:
-        print("---", "".join(piece), sep="\n")
+        print("---", show("".join(piece)), sep="\n")
 
 
 def read_prompt(arguments: SampleArguments) -> str:
@@ -64,12 +73,16 @@ def read_prompt(arguments: SampleArguments) -> str:
     try:
         # Bytes, not text mode: line ends stay as they are.
         if arguments.prompt_file is not None:
-            return Path(arguments.prompt_file).read_bytes().decode("utf-8")
-        if sys.stdin is None:
+            with Path(arguments.prompt_file).open("rb") as file:
+                content = file.read(MAX_PROMPT + 1)
+        elif sys.stdin is None:
             return ""
-        if sys.stdin.isatty():
-            print("type the prompt, then Ctrl-D", file=sys.stderr)
-        return sys.stdin.buffer.read().decode("utf-8")
+        else:
+            if sys.stdin.isatty():
+                print("type the prompt, then Ctrl-D", file=sys.stderr)
+            content = sys.stdin.buffer.read(MAX_PROMPT + 1)
+        require(len(content) <= MAX_PROMPT, f"The prompt has more than {MAX_PROMPT:,} bytes.")
+        return content.decode("utf-8").removeprefix("\ufeff")  # a byte-order mark
     except (OSError, UnicodeDecodeError) as error:
         source = arguments.prompt_file or "standard input"
         raise UserError(f"The prompt cannot be read from {source}: {error}.") from error

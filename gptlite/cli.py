@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 import re
+import shlex
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -16,12 +17,19 @@ from gptlite.config import MAX_INT32, Between, Config, SamplingConfig, UserError
 from gptlite.custom import custom_blocks, resolve_custom
 from gptlite.files import check_folder_name
 from gptlite.presets import PRESETS
+from gptlite.progress import printable
 from gptlite.runs.find import find_run
-from gptlite.runs.saved_config import RESUMABLE, load_config, require_resumable
+from gptlite.runs.saved_config import (
+    RESUMABLE,
+    corpus_arguments,
+    load_config,
+    require_resumable,
+)
 
 DEFAULT_PRESET = "quick"
-# Stands for a custom block that is not given with --resume.
+# Stand for a custom block and a corpus that are not given with --resume.
 NOT_NAMED = "FILE.py:CLASS"
+NOT_GIVEN = "that of the run"
 
 
 @dataclass(frozen=True)
@@ -83,8 +91,8 @@ class SampleArguments:
     model's context length, the text continues from the last half of it."""
 
     prompt: str | None = None
-    """The beginning of the text, at most as long as the model's context. Without --prompt and
-    --prompt-file: read from standard input."""
+    """The beginning of the text. Of one that is longer than the model's context, the model reads
+    the end. Without --prompt and --prompt-file: read from standard input."""
 
     prompt_file: str | None = None
     """A file with the beginning of the text."""
@@ -190,10 +198,14 @@ def parse_train(argv: Sequence[str]) -> TrainArguments:
 
 
 def _parse_resume(argv: Sequence[str], saved: Config) -> TrainArguments:
-    """The command line that resumes a run with the config `saved`. Its custom blocks have a
-    placeholder as their default, so that a block that is not named again is noticed."""
+    """The command line that resumes a run with the config `saved`. Its custom blocks and its corpus
+    have a placeholder as their default, so that one that is not named again is noticed."""
     placeholders = dict.fromkeys(custom_blocks(saved.model), NOT_NAMED)
-    default = dataclasses.replace(saved, model=dataclasses.replace(saved.model, **placeholders))
+    default = dataclasses.replace(
+        saved,
+        data=dataclasses.replace(saved.data, corpus=NOT_GIVEN),
+        model=dataclasses.replace(saved.model, **placeholders),
+    )
     arguments = tyro.cli(TrainArguments, args=argv, default=TrainArguments(config=default))
     has_preset = argv[0] in PRESETS or arguments.preset != DEFAULT_PRESET
     for given, option in (
@@ -209,7 +221,18 @@ def _parse_resume(argv: Sequence[str], saved: Config) -> TrainArguments:
     named = {field: x for field in placeholders if (x := getattr(model, field)) != NOT_NAMED}
     saved = resolve_custom(saved, named)
     blocks = {field: getattr(saved.model, field) for field in placeholders}
-    config = dataclasses.replace(arguments.config, model=dataclasses.replace(model, **blocks))
+    data = arguments.config.data
+    if data.corpus == NOT_GIVEN:
+        # A run may come from a stranger: only the user decides which files and datasets are read.
+        if corpus_arguments(saved.data):
+            raise UserError(
+                f"The run was trained on {saved.data.corpus}, which is not gptlite's own text and "
+                f"is read only if the command names it: {shlex.join(corpus_arguments(saved.data))}."
+            )
+        data = dataclasses.replace(data, corpus=saved.data.corpus)
+    config = dataclasses.replace(
+        arguments.config, data=data, model=dataclasses.replace(model, **blocks)
+    )
     require_resumable(saved, config)
     return dataclasses.replace(arguments, config=config)
 
@@ -242,6 +265,12 @@ def parse_compare(argv: Sequence[str]) -> tuple[CompareArguments, dict[str, Conf
             raise UserError(f"--vary takes SECTION.FIELD=VALUE,VALUE,..., got {vary!r}.")
         for value in values.split(","):
             settings = re.split(r"\+(?=\w+\.[\w-]+=)", f"{field_name}={value}")
+            names = [setting.partition("=")[0] for setting in settings]
+            if arguments.equal != "steps" and "training.steps" in names:
+                raise UserError(
+                    f"--equal {arguments.equal} chooses the steps of each variant: leave "
+                    "training.steps out of --vary."
+                )
             config = _changed(arguments.config, settings)
             if config not in variants.values():
                 variants[" ".join(s.removeprefix("model.") for s in settings)] = config
@@ -299,6 +328,6 @@ def exit_on_error(debug: bool = False) -> Iterator[None]:
 
 def _end(sentence: str, debug: bool) -> NoReturn:
     if debug:
-        traceback.print_exc()
-    print(f"error: {sentence}", file=sys.stderr)
+        print(printable(traceback.format_exc()), end="", file=sys.stderr)
+    print(f"error: {printable(sentence)}", file=sys.stderr)
     sys.exit(2)

@@ -102,13 +102,20 @@ def custom_sources(config: ModelConfig) -> dict[str, bytes]:
 def load_class(name: str) -> type:
     """The class `FILE.py:CLASS`. Executes the file.
 
-    **Raises:** `UserError` if that fails, or there is no such class.
+    **Raises:** `UserError` if that fails, there is no such class, or the file is in a run's folder,
+    which may come from a stranger: Python would execute other files there, such as compiled ones.
     """
     import jaxtyping
 
     file, _, cls = name.rpartition(":")
     path = Path(file).resolve()
     require(path.is_file(), f"There is no file {file} with the class {cls}.")
+    for folder in path.parents:
+        require(
+            not ((folder / "config.json").exists() and (folder / "tokenizer.json").exists()),
+            f"{file} is in the folder of a run, from which nothing is executed: read it, and copy "
+            "it to another folder.",
+        )
     stem = path.stem
     module = sys.modules.get(stem)
     if module is None:

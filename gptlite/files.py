@@ -3,12 +3,16 @@
 import hashlib
 import json
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
 from filelock import AcquireReturnProxy, FileLock, Timeout
 
 from gptlite.config import UserError, require
+
+# Bytes of a JSON file. The largest tokenizer that gptlite writes has 6 million.
+MAX_JSON = 2**24
 
 
 def check_folder_name(option: str, name: str) -> None:
@@ -53,13 +57,34 @@ def write_json(path: Path, record: dict[str, Any]) -> None:
     write_atomically(path, json.dumps(record, allow_nan=False, indent=2) + "\n")
 
 
+def read_bounded(path: Path, limit: int) -> bytes:
+    """The content of a file of at most `limit` bytes.
+
+    For files in a run, which may come from a stranger: a link may lead to any file, a device has
+    no end, and a pipe waits for a writer.
+
+    **Raises:** `OSError`, also if `path` is a link or no regular file, or larger.
+    """
+    if path.is_symlink():
+        raise OSError("it is a link")
+    flags = os.O_RDONLY | getattr(os, "O_BINARY", 0)
+    flags |= getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)  # none on Windows
+    with open(os.open(path, flags), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError("it is not a regular file")
+        if status.st_size > limit:
+            raise OSError(f"it has {status.st_size:,} bytes, and at most {limit:,} are expected")
+        return file.read(status.st_size)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`.
 
-    **Raises:** `OSError`; `ValueError` if it holds no JSON object.
+    **Raises:** `OSError`, as `read_bounded` does; `ValueError` if it holds no JSON object.
     """
     try:
-        record = json.loads(path.read_bytes().decode("utf-8"))
+        record = json.loads(read_bounded(path, MAX_JSON).decode("utf-8"))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     if not isinstance(record, dict):
@@ -74,7 +99,8 @@ def sync(path: Path) -> None:
     """
     if path.is_dir() and os.name == "nt":  # Windows cannot flush folders
         return
-    descriptor = os.open(path, os.O_RDONLY)
+    # Windows flushes only what is opened for writing, and a folder cannot be opened so.
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(descriptor)
     finally:

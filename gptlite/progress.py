@@ -1,14 +1,27 @@
-"""Log lines and progress bars, on standard output."""
+"""Log lines and progress bars, on standard output, and what a terminal may be shown."""
 
+import re
 import sys
+from typing import TextIO
 
 from tqdm import tqdm
 
+# Control characters but tabs and line ends; separators of lines and paragraphs; characters that
+# change the direction of the text after them; halves of a pair, which cannot be printed.
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
-def log(message: str) -> None:
-    """Print a line, above any progress bar."""
-    tqdm.write(message, file=sys.stdout)
-    sys.stdout.flush()
+
+def printable(text: str) -> str:
+    """`text` with escapes such as `\\x1b` in place of characters that a terminal would obey. Text
+    from a model, a run folder or a file may have any."""
+    return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+
+
+def log(message: str, file: TextIO | None = None) -> None:
+    """Print a line, above any progress bar. `file`: default standard output."""
+    stream = sys.stdout if file is None else file
+    tqdm.write(printable(message), file=stream)
+    stream.flush()
 
 
 def progress_bar(

@@ -2,7 +2,9 @@
 
 import math
 import os
+import re
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 from gptlite.config import MeshConfig, TrainingConfig
@@ -32,3 +34,53 @@ def set_up_jax(cpu_devices: int = 1) -> None:
     warnings.filterwarnings("ignore", "Error (writing|reading) persistent compilation cache")
     if "JAX_NUM_CPU_DEVICES" not in os.environ:
         jax.config.update("jax_num_cpu_devices", cpu_devices)
+
+
+def free_memory() -> int:
+    """Free bytes of all devices together. On a CPU: of the machine or, if that is less, of what
+    this container may use. If unknown: 8 GiB."""
+    import jax
+
+    stats = jax.devices()[0].memory_stats()
+    if stats is not None and "bytes_limit" in stats:
+        return jax.device_count() * (stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+    return min([*_free_in_machine(), *free_in_container()], default=2**33)
+
+
+def _free_in_machine() -> Iterator[int]:
+    if os.path.exists("/proc/meminfo"):  # Linux, where cached files count as free
+        found = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text("ascii"))
+        if found is not None:
+            yield 1024 * int(found[1])
+    elif "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ()):
+        yield os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def free_in_container(
+    root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")
+) -> Iterator[int]:
+    """Free bytes of each control group of Linux that has a limit and holds this process: of version
+    2, and of version 1, as the kernel documents them. Inside a container, its group is the root."""
+    try:
+        lines = groups.read_text("ascii").splitlines()
+    except OSError:
+        return
+    for group in lines:
+        _, controllers, name = group.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        base, limit, used = (
+            (root, "memory.max", "memory.current")
+            if controllers == ""
+            else (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
+        )
+        folder = base / name.lstrip("/")
+        for place in (folder, *folder.parents):
+            try:
+                most, now = (int((place / file).read_text("ascii")) for file in (limit, used))
+                stats = (place / "memory.stat").read_text("ascii")
+            except (OSError, ValueError):  # no such group here; "max" is no limit
+                continue
+            # Cached files are given back when memory is short.
+            cached = re.search(r"^(?:total_)?inactive_file (\d+)$", stats, re.MULTILINE)
+            yield max(0, most - now + (int(cached[1]) if cached else 0))

@@ -182,6 +182,20 @@ def test_what_cannot_be_loaded_is_said(file, name, words):
         load_custom(config_with(mlp=name.format(file=file)).model)
 
 
+@pytest.mark.parametrize("folder", ["mine/custom", "mine/custom/deeper", "mine"])
+def test_nothing_in_the_folder_of_a_run_is_executed(file, tmp_path, folder):
+    (tmp_path / folder).mkdir(parents=True)
+    copy = tmp_path / folder / file
+    copy.write_text(SOURCE)
+    (tmp_path / "mine" / "config.json").touch()
+    (tmp_path / "mine" / "tokenizer.json").touch()
+    (tmp_path / "link.py").symlink_to(copy)
+    for name in (copy, "link.py"):
+        with pytest.raises(UserError, match="in the folder of a run, from which nothing is exec"):
+            load_custom(config_with(mlp=f"{name}:Twice").model)
+    assert not list(tmp_path.rglob("executed"))
+
+
 def test_a_class_with_another_signature_is_refused(file):
     with pytest.raises(UserError, match=r"must be built from \(config, \*, key\).*d_ff"):
         load_custom(config_with(attention=f"{file}:Wants").model)

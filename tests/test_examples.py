@@ -42,7 +42,8 @@ def test_a_recurrent_state_trains_samples_and_resumes(tmp_path):
         return done.out
 
     script("train.py", *data, "--training.steps", "4")
-    script("train.py", "--resume", "gla", "--training.steps", "8")
+    again = ["--resume", "gla", "--data.corpus", str(tmp_path / "text.txt")]
+    script("train.py", *again, "--training.steps", "8")
     assert len(script("sample.py", "--prompt", "The", "--max-new-tokens", "40")) == 41
 
 

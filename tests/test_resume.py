@@ -67,6 +67,8 @@ def refusal(words: list[str], folder: Path, monkeypatch, capsys) -> str:
 def test_what_may_not_change_is_refused_by_name(place, words, said, monkeypatch, capsys):
     (place / "other.txt").write_text(TEXT.replace("miller", "baker "))
     words = [*words, "--resume", "runs/whole"]
+    if "--data.corpus" not in words:
+        words += ["--data.corpus", "text.txt"]
     if "150" not in words and "10" not in words:
         words += ["--training.steps", "160"]
     assert said in refusal(words, place, monkeypatch, capsys)
@@ -79,6 +81,8 @@ def test_what_may_not_change_is_refused_by_name(place, words, said, monkeypatch,
         (["--resume", ""], "is not a run"),
         (["quick", "--resume", "whole"], "leave the preset quick out"),
         (["--resume"], "resume"),
+        # Only the user decides which files are read.
+        (["--resume", "whole"], "read only if the command names it: --data.corpus text.txt"),
     ],
 )
 def test_what_cannot_be_resumed_is_named(place, words, said, monkeypatch, capsys):
@@ -113,12 +117,13 @@ def test_a_signal_saves_and_says_how_to_resume(tmp_path):
     said = process.stdout.read()
     assert process.wait() == 130
     assert "Traceback" not in said
-    assert "python train.py --resume runs/one" in said
+    assert "python train.py --resume runs/one --data.corpus text.txt" in said
     (step,) = list_steps(tmp_path / "runs" / "one" / "checkpoints")
     assert f"stopped at step {step} of 100000" in said
     assert (tmp_path / "runs" / "one" / "last.safetensors").exists()
     # And what it said works.
-    words = ["--resume", "runs/one", "--training.steps", str(step + 3)]
+    words = ["--resume", "runs/one", "--data.corpus", "text.txt"]
+    words += ["--training.steps", str(step + 3)]
     done = run_script("train.py", *words, folder=tmp_path)
     assert done.code == 0, done.err
     assert f"from step {step}" in done.out
@@ -129,7 +134,7 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(place, tmp_path):
     shutil.copytree(place / "runs" / "whole", tmp_path / "runs" / "one")
     shutil.copy(place / "text.txt", tmp_path)
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
-    words = ["--resume", "one", "--training.steps", "200"]
+    words = ["--resume", "one", "--data.corpus", "text.txt", "--training.steps", "200"]
     process = subprocess.run(
         ["bash", "-c", 'ulimit -f 20; exec "$@"', "-", sys.executable, ROOT / "train.py", *words],
         cwd=tmp_path,
@@ -140,7 +145,7 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(place, tmp_path):
     assert "Traceback" not in process.stderr
     error, command = process.stderr.splitlines()
     assert "cannot be written: File too large. To resume from step 150:" in error
-    assert command.strip() == "python train.py --resume runs/one"
+    assert command.strip() == "python train.py --resume runs/one --data.corpus text.txt"
     kept = tmp_path / "runs" / "one" / "checkpoints" / "150"
     assert all(p.read_bytes() == before[p] for p in kept.rglob("*") if p.is_file())
 

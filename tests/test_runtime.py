@@ -3,10 +3,11 @@ import os
 import subprocess
 import sys
 
+import pytest
 from conftest import ROOT
 
 from gptlite.config import MeshConfig, TrainingConfig
-from gptlite.runtime import usable_cpu_devices
+from gptlite.runtime import free_in_container, free_memory, usable_cpu_devices
 
 PROGRAM = """
 import json
@@ -48,3 +49,27 @@ def test_compiled_programs_are_kept_in_the_users_cache_folder(tmp_path):
 def test_jaxs_own_environment_variables_go_first(tmp_path):
     found = settings(JAX_COMPILATION_CACHE_DIR=str(tmp_path), JAX_NUM_CPU_DEVICES="2")
     assert found == [str(tmp_path), 2]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_memory_of_a_container_is_less_than_that_of_the_machine(version, tmp_path):
+    """The group of this process has no limit, the one above it has one."""
+    controllers, base, limit, used = {
+        1: ("memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+        2: ("", "", "memory.max", "memory.current"),
+    }[version]
+    groups = tmp_path / "cgroup"
+    groups.write_text(f"7:cpu:/other\n3:{controllers}:/pod/one\n")
+    pod = tmp_path / base / "pod"
+    (pod / "one").mkdir(parents=True)
+    for folder, most in ((pod, "1000"), (pod / "one", "max")):
+        (folder / limit).write_text(f"{most}\n")
+        (folder / used).write_text("700\n")
+        (folder / "memory.stat").write_text("anon 500\ninactive_file 150\n")
+    assert list(free_in_container(tmp_path, groups)) == [450]
+    assert list(free_in_container(tmp_path, tmp_path / "absent")) == []
+
+
+def test_free_memory_is_some_and_not_more_than_there_is():
+    there_is = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < free_memory() <= there_is

@@ -20,6 +20,7 @@ from gptlite.generation.sampling import sample
 from gptlite.models.gpt import GPT
 from gptlite.nn.cache import Cache, read_at
 from gptlite.nn.context import PerSequence
+from gptlite.runtime import free_memory
 
 # Tokens generated in one compiled call: few enough to stream smoothly, enough to hide the call.
 TOKENS_PER_CALL = 32
@@ -73,7 +74,8 @@ def stream(
     - `lengths`: how many tokens of each prompt are real; padding follows them. Default: all.
     - `keys`: a key for each row.
 
-    **Raises:** `UserError` if a prompt is empty or longer than the context.
+    **Raises:** `UserError` if a prompt is empty or longer than the context, or the cache does not
+    fit into memory.
     """
     context = model.config.context_length
     longest = prompt.shape[1]
@@ -90,11 +92,13 @@ def stream(
             f"lengths must be at most {longest}, the width of prompt, got {tokens}.",
         )
     config = SamplingConfig() if config is None else config
-    # A power of two, so that prompts of all lengths share a few programs.
-    room = min(context, max(MIN_PREFILL, 1 << (longest - 1).bit_length()))
+    # Powers of two, so that prompts of all lengths share a few programs.
+    room = min(context, max(MIN_PREFILL, _power_of_two(longest)))
+    capacity = min(context, max(room, _power_of_two(longest + max_new_tokens)))
+    _check_memory(model, len(prompt), capacity)
     padded = jnp.zeros((len(prompt), room), jnp.int32).at[:, :longest].set(prompt[:, :room])
     model = model.unstacked()
-    state = _prefill(model, padded, jnp.asarray(length))
+    state = _prefill(model, padded, jnp.asarray(length), capacity)
     left = max_new_tokens
     while left > 0:
         if length.max() == context:
@@ -106,10 +110,32 @@ def stream(
         left, length = left - count, length + count
 
 
+def _power_of_two(tokens: int) -> int:
+    """The smallest power of two that is at least `tokens`."""
+    return 1 << (tokens - 1).bit_length()
+
+
+def _check_memory(model: GPT, batch: int, capacity: int) -> None:
+    """**Raises:** `UserError` if the cache does not fit into memory. (Linux would grant the memory
+    and end the process when it is used.)"""
+    if batch * capacity < 2**16:  # smaller than the weights of such a model
+        return
+    cache = eqx.filter_eval_shape(lambda m: m.init_cache((batch,), capacity=capacity), model)
+    needed, free = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)), free_memory()
+    require(
+        needed <= free,
+        f"The cache of {batch} texts of {capacity:,} tokens takes {needed / 2**30:,.1f} GiB, and "
+        f"{free / 2**30:,.1f} GiB are free: generate fewer tokens or fewer texts at once.",
+    )
+
+
 @eqx.filter_jit
-def _prefill(model: GPT, padded: Int[Array, "batch room"], length: PerSequence) -> GenerationState:
+def _prefill(
+    model: GPT, padded: Int[Array, "batch room"], length: PerSequence, capacity: int
+) -> GenerationState:
     padded, length = drop_single(padded), length[0] if length.shape == (1,) else length
-    hidden, cache = model.extend(padded, model.init_cache(padded.shape[:-1]), length)
+    empty = model.init_cache(padded.shape[:-1], capacity=capacity)
+    hidden, cache = model.extend(padded, empty, length)
     logits = model.logits(read_at(hidden, length - 1, 1, axis=-2))
     return GenerationState(logits.reshape(-1, model.vocab_size), cache, jnp.zeros((), jnp.int32))
 

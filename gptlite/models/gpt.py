@@ -6,9 +6,10 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from gptlite.config import ModelConfig, UserError
+from gptlite.config import ModelConfig, UserError, require
 from gptlite.models.build import make_block
 from gptlite.models.transformer import Transformer
 from gptlite.nn.cache import Cache, read_at, write_at
@@ -99,9 +100,18 @@ class GPT(Transformer):
         """Hidden states of ids that follow the tokens in `cache`, and the cache with them added.
 
         The first `lengths` ids of a sequence are real (default: all). All must fit: `cache.length +
-        seq` may not exceed the context length.
+        seq` may not exceed the capacity of the cache.
+
+        **Raises:** `UserError` if they do not fit. (In a compiled function, where `cache.length` is
+        not known, the last tokens would be overwritten.)
         """
         seq, back = ids.shape[-1], len(self.previous)
+        capacity = cache.ids.shape[-1] - back
+        length = 0 if isinstance(cache.length, Tracer) else int(jnp.max(cache.length))
+        require(
+            length + seq <= capacity,
+            f"The cache has room for {capacity} tokens: {length} are in it, got {seq} more.",
+        )
         before = read_at(cache.ids, cache.length, back, axis=-1)
         context = Context(start=cache.length, lengths=lengths)
         hidden, layers, _ = self._run(ids, before, cache.layers, context, None)
@@ -131,10 +141,16 @@ class GPT(Transformer):
             lambda model: model.stack, self, eqx.filter_jit(Stack.unstack)(self.stack)
         )
 
-    def init_cache(self, batch: tuple[int, ...] = (), context: Context = WHOLE_SEQUENCE) -> Cache:
-        """An empty cache for `context_length` tokens of sequences with the leading axes `batch`.
-        Every layer is given `context`."""
-        capacity, dtype = self.config.context_length, self.embedding.weight.dtype
+    def init_cache(
+        self,
+        batch: tuple[int, ...] = (),
+        context: Context = WHOLE_SEQUENCE,
+        capacity: int | None = None,
+    ) -> Cache:
+        """An empty cache for `capacity` tokens (default: `context_length`) of sequences with the
+        leading axes `batch`. Every layer is given `context`."""
+        capacity = self.config.context_length if capacity is None else capacity
+        dtype = self.embedding.weight.dtype
         layers = self.stack.init_cache(batch, capacity, dtype, context)
         ids = jnp.full((*batch, len(self.previous) + capacity), -1, jnp.int32)
         return Cache(layers, ids, jnp.zeros((), jnp.int32))

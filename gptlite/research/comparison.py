@@ -5,7 +5,6 @@ import functools
 import hashlib
 import json
 import math
-import os
 import re
 import statistics
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from gptlite.models.gpt import make_model
 from gptlite.models.summary import activation_bytes, count_parameters, flops_per_token
 from gptlite.research.seeds import SeedsProgress, fit_seeds
 from gptlite.research.statistics import Verdict, judge
+from gptlite.runtime import free_memory
 from gptlite.text.tokenizer import Tokenizer
 from gptlite.text.tokens import Split
 
@@ -233,22 +233,8 @@ class Comparison:
         rows = config.training.batch_size // config.training.accumulation
         # Parameters, gradients, two moments, in float32.
         each = 16 * count_parameters(skeleton) + activation_bytes(skeleton, rows)
-        seeds = max(1, int(MEMORY_SHARE * _free_memory() / each))
+        seeds = max(1, int(MEMORY_SHARE * free_memory() / each))
         return max(seeds - seeds % jax.device_count(), 1)
-
-
-def _free_memory() -> int:
-    """Free bytes of all devices together. If unknown: all memory of the machine, or 8 GiB."""
-    stats = jax.devices()[0].memory_stats()
-    if stats is not None and "bytes_limit" in stats:
-        return jax.device_count() * (stats["bytes_limit"] - stats.get("bytes_in_use", 0))
-    if os.path.exists("/proc/meminfo"):  # Linux, where cached files count as free
-        found = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text("ascii"))
-        if found is not None:
-            return 1024 * int(found[1])
-    if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ()):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return 2**33
 
 
 def _flat(config: Config) -> dict[str, Any]:

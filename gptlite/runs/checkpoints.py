@@ -13,18 +13,19 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import jax
 import numpy as np
 
-from gptlite.config import UserError
+from gptlite.config import UserError, check_value, require
 from gptlite.runs.weights import check_shapes, fill, named_arrays, named_leaves
 from gptlite.training.fit import Position
 from gptlite.training.step import TrainState
@@ -89,15 +90,16 @@ class Checkpoints:
         """Start to write the checkpoint of `record.position.step`. `state` may change as soon as
         this returns.
 
-        **Raises:** `UserError` if a number in `state` is not finite, or this checkpoint or the one
-        before could not be written.
+        **Raises:** `UserError` if a number in `state` is NaN, or this checkpoint or the one before
+        could not be written.
         """
         ocp, step = self._ocp, record.position.step
         path = self._folder / str(step)
         arrays = named_arrays(state)
         for name, array in arrays.items():
-            if not np.isfinite(array).all():
-                raise UserError(f"The checkpoint {path} is not written: {name} is not finite.")
+            # Infinity is no mistake: a custom block may have a mask of -inf.
+            if np.isnan(array).any():
+                raise UserError(f"The checkpoint {path} is not written: {name} is NaN.")
         fields = dataclasses.asdict(record)
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(named_leaves(state)),
@@ -131,7 +133,10 @@ class Checkpoints:
             digest, arrays = fields.pop("digest"), dict(restored["state"])
             if digest != _digest({name: np.asarray(x) for name, x in arrays.items()}, fields):
                 raise UserError(f"The checkpoint {path} is damaged: its digest does not match.")
-            record = Record(position=Position(**fields.pop("position")), **fields)
+            try:
+                record = _record(fields)
+            except UserError as error:
+                raise UserError(f"The checkpoint {path} is damaged: {error}") from error
         if record.position.step != step:
             raise UserError(f"The checkpoint {path} is damaged: it is of another step.")
         return Checkpoint(fill(skeleton, arrays, f"The arrays of {path}"), record)
@@ -153,6 +158,31 @@ class Checkpoints:
         """End Orbax's threads. Errors there are not raised: `wait` raises them."""
         with contextlib.suppress(Exception):
             self._manager.close()
+
+
+def _record(fields: dict[str, Any]) -> Record:
+    """A record from its JSON. It may come from a stranger, so its types are checked.
+
+    **Raises:** `UserError`; `KeyError`, `TypeError` if a field is missing or unknown.
+    """
+    position, last = fields.pop("position"), fields["last"]
+    check_value("position", position, dict)
+    for kind, values in ((Position, position), (Record, fields)):
+        for name, hint in get_type_hints(kind).items():
+            if name in values:
+                check_value(name, values[name], hint)
+    for loss in position["losses"]:
+        check_value("losses", loss, float)
+    for name, value in last.items():
+        check_value(f"last.{name}", value, float | None)
+    record = Record(position=Position(**position), **fields)
+    numbers = (record.seconds, position["step_seconds"], *position["losses"], *last.values())
+    require(all(x is None or math.isfinite(x) for x in numbers), "a number is not finite.")
+    require(
+        "val_loss" not in last or all(last.get(x) for x in ("step", "tokens", "step_seconds")),
+        "its last line of metrics is not complete.",
+    )
+    return record
 
 
 def list_steps(folder: Path) -> list[int]:

@@ -29,9 +29,7 @@ class Display:
         if "val_loss" in line:
             log(f"{shown}  validation loss {line['val_loss']:.4f}")
             for text in sample.split("\n") if sample else ():
-                # Sampled bytes may be control characters, which a terminal would obey.
-                clean = "".join(c if c.isprintable() or c == "\t" else "\ufffd" for c in text)
-                log(f"    | {clean}")
+                log(f"    | {text}")
             self._last_line = line["seconds"]
         elif self._bar.disable and line["seconds"] - self._last_line > SECONDS_BETWEEN_LINES:
             log(f"{shown}  {left:.0f} s left")

@@ -42,7 +42,10 @@ def find_run(name: str | None, weights: str = "best") -> Path:
     **Raises:** `UserError` if there is none.
     """
     if name is None:
-        files = [path for path in RUNS_FOLDER.glob(f"*/{weights}.safetensors") if path.is_file()]
+        # Not hidden folders, which are what `--overwrite` leaves if it is killed.
+        files = [
+            path for path in RUNS_FOLDER.glob(f"[!.]*/{weights}.safetensors") if path.is_file()
+        ]
         if not files:
             raise UserError(
                 f"There is no trained model in {RUNS_FOLDER}/ yet: run `python train.py` first, or "

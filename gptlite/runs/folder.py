@@ -21,6 +21,7 @@ import math
 import os
 import shlex
 import shutil
+import stat
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,17 +31,26 @@ import jax
 import numpy as np
 from filelock import AcquireReturnProxy
 
-from gptlite.config import Config, UserError
+from gptlite.config import Config, UserError, check_value
 from gptlite.custom import custom_arguments
-from gptlite.files import lock, sync, write_atomically, write_json
+from gptlite.files import lock, read_bounded, sync, write_atomically, write_json
 from gptlite.progress import log
 from gptlite.runs.checkpoints import Checkpoint, Checkpoints, Record, list_steps
 from gptlite.runs.find import check_free
-from gptlite.runs.saved_config import changed_sources, load_config, save_config, save_sources
+from gptlite.runs.saved_config import (
+    changed_sources,
+    corpus_arguments,
+    load_config,
+    save_config,
+    save_sources,
+)
 from gptlite.runs.weights import Evaluated, named_arrays, read_evaluated, save_weights
 from gptlite.text.tokenizer import Tokenizer, decode
 from gptlite.training.fit import DivergenceError, Progress
 from gptlite.training.step import TrainState
+
+# Bytes of `metrics.jsonl`: a million lines.
+MAX_METRICS = 2**28
 
 
 class RunFolder:
@@ -119,13 +129,17 @@ class RunFolder:
         """Lock a run that is to be resumed. Changes nothing in it.
 
         **Raises:** `UserError` if another process trains the run, it has no checkpoint, or there is
-        a link in the folder, which could lead out of it.
+        anything but folders and regular files in it: a link could lead out of it.
         """
         self.lock()
         for folder, folders, files in os.walk(self.path):
             for entry in (Path(folder, name) for name in (*folders, *files)):
-                if entry.is_symlink():
-                    raise UserError(f"{entry} is a link. A run with links in it is not resumed.")
+                mode = entry.lstat().st_mode
+                if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                    raise UserError(
+                        f"{entry} is a link or no regular file. A run with such files is not "
+                        "resumed."
+                    )
         if not list_steps(self.path / "checkpoints"):
             raise UserError(
                 f"There is no checkpoint in {self.path} yet. Start the run again, with --overwrite."
@@ -210,7 +224,7 @@ class RunFolder:
         if not path.exists():
             log(f"{path} is missing. A new one is started.")
             return
-        lines = path.read_bytes().splitlines(keepends=True)
+        lines = read_bounded(path, MAX_METRICS).splitlines(keepends=True)
         kept = [line for line in lines if 0 < _step_of(line) <= step]
         if kept != lines:
             write_atomically(path, b"".join(kept))
@@ -317,14 +331,14 @@ class RunFolder:
         steps = list_steps(self.path / "checkpoints")
         if not steps:
             return "Nothing has been saved yet."
-        custom = custom_arguments(self._config.model)
-        words = ["python", "train.py", "--resume", str(self.path), *custom, *options]
+        named = (*corpus_arguments(self._config.data), *custom_arguments(self._config.model))
+        words = ["python", "train.py", "--resume", str(self.path), *named, *options]
         return f"To resume from step {steps[0]}:\n    {shlex.join(words)}"
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of `metrics.jsonl`."""
-        text = (self.path / "metrics.jsonl").read_text(encoding="utf-8")
-        return [json.loads(line) for line in text.splitlines()]
+        lines = read_bounded(self.path / "metrics.jsonl", MAX_METRICS).splitlines()
+        return [json.loads(line) for line in lines]
 
     def save_result(self, result: dict[str, Any]) -> None:
         """Write `result.json`."""
@@ -360,10 +374,13 @@ class RunFolder:
 def _step_of(line: bytes) -> int:
     """The step of a line of metrics; 0 for anything else."""
     try:
-        step = json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        record = json.loads(line)
+        step = record["step"]
+        check_value("train_loss", record["train_loss"], float | None)
+        check_value("val_loss", record.get("val_loss", 0.0), float)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return 0
-    return step if isinstance(step, int) and line.endswith(b"\n") else 0
+    return step if type(step) is int and line.endswith(b"\n") else 0
 
 
 def _devices(config: Config) -> str:

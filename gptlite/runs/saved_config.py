@@ -4,12 +4,13 @@ The copies are for people to read. They are never executed.
 """
 
 import dataclasses
+import unicodedata
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from gptlite.config import Config, ModelConfig, UserError, require
+from gptlite.config import Config, DataConfig, ModelConfig, UserError, require
 from gptlite.custom import custom_sources
-from gptlite.files import read_json, write_atomically, write_json
+from gptlite.files import read_bounded, read_json, write_atomically, write_json
 
 # Fields that `--resume` may change, besides the name of the same text.
 RESUMABLE = {
@@ -41,9 +42,20 @@ def load_config(path: Path) -> Config:
     try:
         fields: dict[str, Any] = read_json(path)
         sections = {name: kind(**fields.pop(name)) for name, kind in get_type_hints(Config).items()}
-        return Config(**sections, **fields)
+        config = Config(**sections, **fields)
+        for section in sections.values():
+            for name, value in vars(section).items():
+                if isinstance(value, str) and any(unicodedata.category(c) == "Cc" for c in value):
+                    raise ValueError(f"{name} has a control character: {value!r}")
+        return config
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is not a readable gptlite config: {error}") from error
+
+
+def corpus_arguments(data: DataConfig) -> list[str]:
+    """The command-line arguments that name the text of a run; none for gptlite's own texts."""
+    ours = ("auto", "shakespeare", "pydoc")
+    return [] if data.corpus in ours else ["--data.corpus", data.corpus]
 
 
 def require_resumable(before: Config, after: Config) -> None:
@@ -70,5 +82,12 @@ def changed_sources(run: Path, config: ModelConfig) -> list[str]:
     return [
         name
         for name, source in custom_sources(config).items()
-        if (copy := run / "custom" / name).is_file() and copy.read_bytes() != source
+        if (copy := run / "custom" / name).exists() and not _holds(copy, source)
     ]
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    try:
+        return read_bounded(path, len(content)) == content
+    except OSError:
+        return False

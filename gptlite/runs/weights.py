@@ -15,11 +15,14 @@ from jaxtyping import PyTree
 from safetensors import SafetensorError
 
 from gptlite.config import UserError
-from gptlite.files import write_atomically
+from gptlite.files import read_bounded, write_atomically
 from gptlite.models.gpt import GPT
 from gptlite.pytrees import is_array, path_name
 
 T = TypeVar("T")
+
+# Bytes that a file of weights may have besides the numbers, in all and for each array.
+HEADER, HEADER_PER_ARRAY = 2**16, 2**10
 
 
 @dataclass(frozen=True)
@@ -103,10 +106,14 @@ def load_weights(path: Path, skeleton: GPT) -> GPT:
     **Raises:** `UserError` if the file is no safetensors file, or its names, shapes or dtypes are
     not the skeleton's.
     """
+    wanted = named_leaves(skeleton)
+    size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in wanted.values())
     try:
-        arrays = safetensors.numpy.load(path.read_bytes())
+        content = read_bounded(path, size + HEADER + HEADER_PER_ARRAY * len(wanted))
+        arrays = safetensors.numpy.load(content)
     except OSError as error:
-        raise UserError(f"The weights {path} cannot be read: {error.strerror}.") from error
+        reason = error.strerror or error
+        raise UserError(f"The weights {path} cannot be read: {reason}.") from error
     except (SafetensorError, KeyError) as error:  # KeyError: a dtype NumPy lacks
         raise UserError(f"The weights {path} cannot be read: {error}.") from error
     return fill(skeleton, arrays, f"The weights {path}")

@@ -99,7 +99,8 @@ class CharTokenizer:
         return len(text)
 
     def token_bytes(self, token: int) -> bytes:
-        return self.characters[token].encode("utf-8")
+        # A crafted tokenizer may have halves of surrogate pairs.
+        return self.characters[token].encode("utf-8", "surrogatepass")
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": "char", "characters": self.characters}
@@ -140,7 +141,14 @@ class TiktokenTokenizer:
         return -(-self.vocab_size // 64) * 64
 
     def encode(self, text: str) -> Ids:
-        return np.array(self._encoding.encode_ordinary(text), np.int32)
+        try:
+            return np.array(self._encoding.encode_ordinary(text), np.int32)
+        except BaseException as error:
+            # What tiktoken's Rust code raises, for example for a split pattern from a stranger that
+            # gives up on this text, is no Exception.
+            if type(error).__name__ != "PanicException":
+                raise
+            raise UserError(f"The tokenizer cannot encode this text: {error}.") from error
 
     def boundary(self, text: str) -> int:
         # Every encoding splits before a space between letters, and between a newline and a letter.
@@ -209,14 +217,32 @@ def tokenizer_from_json(record: Any) -> Tokenizer:
                 "kind": "tiktoken", "name": str(name), "pattern": str(pattern),
                 "special_tokens": dict(special_tokens), "ranks": dict(ranks), **rest,
             } if not rest:  # fmt: skip
+                mergeable_ranks = {base64.b64decode(t): rank for t, rank in ranks.items()}
+                _check_ranks(mergeable_ranks, special_tokens)
                 return TiktokenTokenizer(
                     tiktoken.Encoding(
                         name,
                         pat_str=pattern,
-                        mergeable_ranks={base64.b64decode(t): rank for t, rank in ranks.items()},
+                        mergeable_ranks=mergeable_ranks,
                         special_tokens=special_tokens,
                     )
                 )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"This is not a tokenizer of gptlite: {error!r}.") from error
     raise UserError(f"This is not a tokenizer of gptlite: {str(record)[:100]}.")
+
+
+def _check_ranks(ranks: dict[bytes, Any], special_tokens: dict[str, Any]) -> None:
+    """What tiktoken's Rust code takes for granted.
+
+    **Raises:** `ValueError`.
+    """
+    ids = [*ranks.values(), *special_tokens.values()]
+    # A few ids may be unused. Each below the largest one gets a row of the embedding.
+    most = 2 * len(ids)
+    if not all(type(i) is int and 0 <= i < most for i in ids):
+        raise ValueError(f"ids must be integers from 0 to {most}")
+    if len(set(ids)) < len(ids):
+        raise ValueError("two tokens have the same id")
+    if not all(bytes([byte]) in ranks for byte in range(256)):
+        raise ValueError("a token for some byte is missing")

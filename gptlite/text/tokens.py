@@ -1,5 +1,6 @@
 """Text to ids: a small corpus in memory, a large one in a memory-mapped file."""
 
+import contextlib
 import hashlib
 import json
 import mmap
@@ -8,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from filelock import FileLock
+import tiktoken
+from filelock import FileLock, Timeout
 from jaxtyping import Integer
 
 from gptlite.config import DataConfig, UserError
@@ -19,6 +21,12 @@ from gptlite.text.tokenizer import Ids, Tokenizer
 
 # Characters up to which a corpus is kept in memory: at most 64 MB of ids.
 IN_MEMORY = 2**24
+
+# The version of the code that makes ids of texts. A change of it makes files of ids anew.
+ENCODING = 1
+
+# How long to wait for another process that encodes the same text.
+LOCK_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
@@ -55,13 +63,14 @@ def split_corpus(
             parts[is_train].append(ids)
         train, validation = np.concatenate(parts[True]), np.concatenate(parts[False])
         return Split(train, validation, _bytes_of(validation, tokenizer))
-    spec = [corpus.sha256, tokenizer.to_json(), validation_tokens]
+    spec = [ENCODING, tiktoken.__version__]
+    spec += [corpus.sha256, tokenizer.to_json(), validation_tokens]
     key = hashlib.sha256(json.dumps(spec).encode("ascii")).hexdigest()[:32]
     path, meta = folder / f"{key}.ids", folder / f"{key}.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # One process writes, the others wait for it.
-        with FileLock(folder / f".{key}.lock"):
+        with _locked(folder / f".{key}.lock"):
             split = _mapped(path, meta, tokenizer)
             if split is None:
                 log(f"encoding {corpus.characters:,} characters, once, into {path}")
@@ -71,6 +80,27 @@ def split_corpus(
         raise UserError(f"The ids of {corpus.name} cannot be kept in {folder}: {error}.") from error
     assert split is not None
     return split
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """**Raises:** `UserError` if another process holds the lock for `LOCK_SECONDS`."""
+    held = FileLock(path)
+    try:
+        held.acquire(timeout=0)
+    except Timeout:
+        log(f"waiting for another process that encodes the same text (it holds {path})")
+        try:
+            held.acquire(timeout=LOCK_SECONDS)
+        except Timeout:
+            raise UserError(
+                f"Another process has held {path} for {LOCK_SECONDS / 60:.0f} minutes. If none "
+                "encodes this text, delete that file."
+            ) from None
+    try:
+        yield
+    finally:
+        held.release()
 
 
 def _encoded(

@@ -8,7 +8,9 @@ import pytest
 from conftest import TINY, VOCAB, tiny_model
 
 from gptlite.config import SamplingConfig, UserError
+from gptlite.generation import generate as generate_module
 from gptlite.generation.generate import generate
+from gptlite.models.gpt import GPT
 
 C = TINY.context_length
 forward = eqx.filter_jit(lambda model, ids: model(ids))
@@ -156,3 +158,38 @@ def test_a_context_of_one_token_goes_on():
     text = [0, *new[0].tolist()]
     for before, after in itertools.pairwise(text):
         assert after == int(forward(model, jnp.array([before]))[0].argmax())
+
+
+def test_the_cache_is_as_long_as_the_text_that_is_asked_for(monkeypatch):
+    """Not as the context, which a config from a stranger may claim to be of any length."""
+    prompt, keys = jnp.ones((1, 3), jnp.int32), jax.random.split(jax.random.key(0), 1)
+    shapes = []
+    monkeypatch.setattr(
+        GPT,
+        "init_cache",
+        lambda self, *batch, init=GPT.init_cache, **words: (
+            shapes.append(words["capacity"]) or init(self, *batch, **words)
+        ),
+    )
+    long, short = (
+        generate(tiny_model(context_length=length), prompt, 20, GREEDY, keys=keys)
+        for length in (10_000_000, 32)
+    )
+    assert set(shapes) == {32}
+    np.testing.assert_array_equal(long, short)
+
+
+def test_a_cache_that_does_not_fit_into_memory_is_refused(monkeypatch):
+    model = tiny_model(context_length=10_000_000)
+    monkeypatch.setattr(generate_module, "free_memory", lambda: 2**30)
+    prompt, keys = jnp.ones((1, 3), jnp.int32), jax.random.split(jax.random.key(0), 1)
+    with pytest.raises(UserError, match=r"cache of 1 texts of 10,000,000 tokens takes 2\.4 GiB"):
+        generate(model, prompt, 2**30, GREEDY, keys=keys)
+
+
+def test_tokens_beyond_the_room_in_a_cache_are_refused():
+    model = tiny_model()
+    cache = model.init_cache((2,))
+    _, cache = model.extend(jnp.ones((2, C - 1), jnp.int32), cache)
+    with pytest.raises(UserError, match=f"room for {C} tokens: {C - 1} are in it, got 2 more"):
+        model.extend(jnp.ones((2, 2), jnp.int32), cache)

@@ -201,6 +201,11 @@ def test_the_command_line():
         ("--vary model.norm=dyt --seeds 0", "seeds must be at least 1"),
         ("--vary model.norm=dyt --name a/b", "--name takes the name of a folder, got 'a/b'"),
         ("--vary model.norm=dyt --seeds-at-once 0", "seeds_at_once must be at least 1"),
+        (
+            "--vary training.steps=600 --equal flops",
+            "--equal flops chooses the steps of each variant: leave training.steps out of --vary",
+        ),
+        ("--vary model.norm=dyt+training.steps=600 --equal time", "leave training.steps out"),
     ],
 )
 def test_a_command_line_that_makes_no_sense_is_refused(words, said):

@@ -6,6 +6,7 @@ import errno
 import functools
 import io
 import json
+import math
 import os
 import random
 import shutil
@@ -14,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
+import equinox as eqx
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -23,7 +25,7 @@ from soak.kill_loop import metrics as lines
 from gptlite.config import Config, OptimizerConfig, TrainingConfig, UserError
 from gptlite.models.gpt import GPT
 from gptlite.runs import folder
-from gptlite.runs.checkpoints import Checkpoint, Checkpoints, list_steps
+from gptlite.runs.checkpoints import Checkpoint, Checkpoints, Record, list_steps
 from gptlite.runs.folder import RunFolder
 from gptlite.runs.load import load_run
 from gptlite.runs.saved_config import load_config
@@ -35,7 +37,7 @@ from gptlite.text.tokenizer import make_tokenizer
 from gptlite.text.tokens import split_corpus
 from gptlite.training import fit as fit_module
 from gptlite.training.evaluate import Evaluation
-from gptlite.training.fit import fit
+from gptlite.training.fit import Position, fit
 from gptlite.training.step import TrainState, TrainSteps
 
 TOKENIZER = make_tokenizer("char", TEXT)
@@ -521,3 +523,50 @@ def test_a_folder_that_is_deleted_under_the_run_ends_it(when, tmp_path):
 
     with pytest.raises(UserError, match=r"gone was deleted while it was trained"):
         train_on()
+
+
+def test_a_mask_of_minus_infinity_is_kept_and_nan_is_not(tmp_path):
+    """A custom block may have such a constant."""
+    state = skeleton()
+    masked = state.model.norm.weight.at[0].set(-np.inf)
+    state = eqx.tree_at(lambda s: s.model.norm.weight, state, masked)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 2)
+    record = Record(Position(1), 1.0, {}, CORPUS, "2 x cpu")
+    with contextlib.closing(checkpoints):
+        checkpoints.save(state, record)
+        checkpoints.wait()
+        found = checkpoints.restore(1, skeleton())
+        np.testing.assert_array_equal(found.state.model.norm.weight, masked)
+        broken = eqx.tree_at(lambda s: s.model.norm.weight, state, masked * 0)
+        with pytest.raises(UserError, match=r"model\.norm\.weight is NaN"):
+            checkpoints.save(broken, dataclasses.replace(record, position=Position(2)))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("seconds", "1", "seconds must be float"),
+        ("seconds", math.nan, "a number is not finite"),
+        ("devices", 3, "devices must be str"),
+        ("last", {"step": "../.."}, r"last\.step must be float or None"),
+        ("last", {"val_loss": 1.0}, "its last line of metrics is not complete"),
+        ("position", {"step": True, "losses": []}, "step must be int, got True"),
+        ("position", {"losses": ["a"]}, "losses must be float, got 'a'"),
+        ("position", [], "position must be dict"),
+    ],
+)
+def test_a_record_from_a_stranger_has_its_types(tmp_path, field, value, words):
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 2)
+    record = Record(Position(1), 1.0, {}, CORPUS, "2 x cpu")
+    with contextlib.closing(checkpoints), pytest.MonkeyPatch.context() as patch:
+        asdict = dataclasses.asdict
+        change = {field: value}
+        patch.setattr(
+            dataclasses,
+            "asdict",
+            lambda x: asdict(x) | (change if isinstance(x, Record) else {}),
+        )
+        checkpoints.save(skeleton(), record)
+        checkpoints.wait()
+        with pytest.raises(UserError, match=f"checkpoints/1 is damaged: {words}"):
+            checkpoints.restore(1, skeleton())

@@ -211,3 +211,37 @@ def test_a_config_of_absurd_sizes_allocates_nothing(run):
     with pytest.raises(UserError, match=r"embedding\.weight is float32"):
         load_run(run)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # kilobytes
+
+
+HOSTILE = {
+    "a link": lambda path: path.symlink_to("/etc/hostname"),
+    "a link to an endless device": lambda path: path.symlink_to("/dev/zero"),
+    "a pipe": lambda path: os.mkfifo(path),
+    "a folder": lambda path: path.mkdir(),
+    "a file with holes": lambda path: (path.touch(), os.truncate(path, 2**40)),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "best.safetensors"])
+def test_only_regular_files_of_a_plausible_size_are_read(run, name, kind):
+    (run / name).unlink()
+    HOSTILE[kind](run / name)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(UserError, match=name):
+        load_run(run)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # kilobytes
+
+
+def test_control_characters_in_a_config_are_refused(run):
+    config = (run / "config.json").read_text()
+    (run / "config.json").write_text(config.replace('"auto"', r'"a\u001b[2Jb"'))
+    with pytest.raises(UserError, match="corpus has a control character"):
+        load_run(run)
+
+
+def test_what_a_killed_overwrite_leaves_is_not_the_newest_run(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(find, "RUNS_FOLDER", tmp_path / "runs")
+    os.utime(run / "best.safetensors", (1, 1))
+    write_run(tmp_path / "runs" / ".one.old")
+    assert find.find_run(None) == run

@@ -34,7 +34,7 @@ RULES: dict[str, str | None] = {
     'pip install -e ".[tour]" && jupyter lab': None,
     "python -m gptlite.research.check_block": "",
     "python train.py --resume runs/NAME": None,  # the next command, in general
-    "python train.py --resume": "--training.steps 30",
+    "python train.py --resume": "--data.corpus text.txt --training.steps 30",
     "python train.py m --summary": "--data.corpus text.txt",
     "python train.py --data.corpus": SMALL,
     # The preset's own batch, and a sample.

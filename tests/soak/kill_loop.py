@@ -83,7 +83,7 @@ def kill_loop(folder: Path, kills: int, steps: int, seed: int = 0) -> dict[str, 
 
     def resume_command() -> list[str]:
         if list_steps(path / "checkpoints"):
-            return ["--resume", "runs/killed"]
+            return ["--resume", "runs/killed", "--data.corpus", "text.txt"]
         return [*settings(steps), "--run", "killed", "--overwrite"]
 
     for kill in range(3 * kills):

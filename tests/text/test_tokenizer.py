@@ -67,6 +67,50 @@ def test_json_that_is_no_tokenizer_is_refused(record):
         tokenizer_from_json(record)
 
 
+def tiktoken_record(change) -> dict:
+    """A small tokenizer in JSON, after `change(ranks)`."""
+    ranks = {bytes([i]): i for i in range(256)} | {b"ab": 256}
+    encoding = tiktoken.Encoding(
+        "x", pat_str=r"\w+|\W+", mergeable_ranks=ranks, special_tokens={"<end>": 258}
+    )
+    record = TiktokenTokenizer(encoding).to_json()
+    change(record["ranks"])
+    return record
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda ranks: ranks.update({"YWI=": 2**40}), "ids must be integers from 0"),
+        (lambda ranks: ranks.update({"YWI=": -1}), "ids must be integers from 0"),
+        (lambda ranks: ranks.update({"YWI=": "1"}), "ids must be integers from 0"),
+        (lambda ranks: ranks.update({"YWI=": True}), "ids must be integers from 0"),
+        (lambda ranks: ranks.update({"YWI=": 97}), "two tokens have the same id"),
+        (lambda ranks: ranks.update({"YWI=": 258}), "two tokens have the same id"),
+        (lambda ranks: ranks.pop("YQ=="), "a token for some byte is missing"),
+    ],
+)
+def test_ranks_that_tiktoken_would_panic_at_are_refused(change, words):
+    assert tokenizer_from_json(tiktoken_record(lambda ranks: None)).encode("abc").tolist() == [
+        256,
+        99,
+    ]
+    with pytest.raises(UserError, match=words):
+        tokenizer_from_json(tiktoken_record(change))
+
+
+@pytest.mark.parametrize("pattern", ["(", r"(?:(?=x)x+)+y(?!q)"])
+def test_a_pattern_that_cannot_be_used_is_refused(pattern):
+    record = tiktoken_record(lambda ranks: None) | {"pattern": pattern}
+    with pytest.raises(UserError, match="tokenizer"):
+        tokenizer_from_json(record).encode("x" * 60)
+
+
+def test_half_a_surrogate_pair_in_a_tokenizer_is_shown_as_unknown():
+    tokenizer = tokenizer_from_json({"kind": "char", "characters": "a\ud800"})
+    assert decode(tokenizer, np.array([0, 1], np.int32)).startswith("a\ufffd")
+
+
 def test_an_unseen_character_is_shown_with_its_place():
     with pytest.raises(UserError) as error:
         make_tokenizer("char", "abc").encode("abca🙂b")

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 import tiktoken
 from conftest import ROOT, TEXT
+from filelock import FileLock
 from hypothesis import given, strategies as st
 
 from gptlite.config import UserError
+from gptlite.text import tokens
 from gptlite.text.corpus import Corpus, text_corpus
 from gptlite.text.tokenizer import ByteTokenizer, TiktokenTokenizer, decode, make_tokenizer
 from gptlite.text.tokens import encode_pieces, split_corpus
@@ -96,6 +98,26 @@ def test_another_text_or_tokenizer_is_noticed_and_damage_is_mended(tmp_path, cap
     for path in tmp_path.glob("*.json"):
         path.write_text("{")
     np.testing.assert_array_equal(encode(TEXT, ByteTokenizer()).train, expected.train)
+
+
+def test_ids_of_another_version_are_not_used(tmp_path, monkeypatch, capsys):
+    for module, name in ((tokens, "ENCODING"), (tiktoken, "__version__")):
+        split_corpus(text_corpus(TEXT), ByteTokenizer(), folder=tmp_path, in_memory=0)
+        monkeypatch.setattr(module, name, "another")
+        split_corpus(text_corpus(TEXT), ByteTokenizer(), folder=tmp_path, in_memory=0)
+    assert capsys.readouterr().out.count("encoding") == 3
+
+
+def test_a_lock_that_is_never_released_ends_the_wait(tmp_path, monkeypatch, capsys):
+    def encode():
+        split_corpus(text_corpus(TEXT), ByteTokenizer(), folder=tmp_path, in_memory=0)
+
+    encode()
+    (path,) = tmp_path.glob("*.lock")
+    monkeypatch.setattr(tokens, "LOCK_SECONDS", 0.2)
+    with FileLock(path), pytest.raises(UserError, match=r"has held .*\.lock .*delete that file"):
+        encode()
+    assert "waiting for another process" in capsys.readouterr().out
 
 
 def test_many_distinct_ids_take_four_bytes(tmp_path):
