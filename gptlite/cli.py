@@ -178,6 +178,15 @@ class CompareArguments:
         check_folder_name("--name", self.name)
 
 
+def _cli(kind: Any, *, args: Sequence[str], **options: Any) -> Any:
+    """`tyro.cli`. Its errors repeat what was typed, so control characters are parsed as escapes
+    first."""
+    safe = [printable(word) for word in args]
+    if safe != list(args):
+        tyro.cli(kind, args=safe, **options)
+    return tyro.cli(kind, args=args, **options)
+
+
 @dataclass(frozen=True)
 class _ResumeOnly:
     resume: str | None = None
@@ -186,12 +195,12 @@ class _ResumeOnly:
 def parse_train(argv: Sequence[str]) -> TrainArguments:
     """`train.py`'s command line. `argv` is without the program's name."""
     # The run that is resumed gives the other settings their defaults, so it is read first.
-    first, _ = tyro.cli(_ResumeOnly, args=argv, add_help=False, return_unknown_args=True)
+    first, _ = _cli(_ResumeOnly, args=argv, add_help=False, return_unknown_args=True)
     preset = argv[0] if argv and argv[0] in PRESETS else DEFAULT_PRESET
     if first.resume is not None:
         return _parse_resume(argv, load_config(find_run(first.resume) / "config.json"))
     default = TrainArguments(preset, config=PRESETS[preset][1])  # pyright: ignore[reportArgumentType]
-    arguments = tyro.cli(TrainArguments, args=argv, default=default)
+    arguments = _cli(TrainArguments, args=argv, default=default)
     if arguments.preset != preset:
         raise UserError(f"The preset comes first: python train.py {arguments.preset} ...")
     return arguments
@@ -206,7 +215,7 @@ def _parse_resume(argv: Sequence[str], saved: Config) -> TrainArguments:
         data=dataclasses.replace(saved.data, corpus=NOT_GIVEN),
         model=dataclasses.replace(saved.model, **placeholders),
     )
-    arguments = tyro.cli(TrainArguments, args=argv, default=TrainArguments(config=default))
+    arguments = _cli(TrainArguments, args=argv, default=TrainArguments(config=default))
     has_preset = argv[0] in PRESETS or arguments.preset != DEFAULT_PRESET
     for given, option in (
         (arguments.run, "--run"),
@@ -239,7 +248,7 @@ def _parse_resume(argv: Sequence[str], saved: Config) -> TrainArguments:
 
 def parse_sample(argv: Sequence[str]) -> SampleArguments:
     """`sample.py`'s command line. `argv` is without the program's name."""
-    return tyro.cli(SampleArguments, args=argv)
+    return _cli(SampleArguments, args=argv)
 
 
 @dataclass(frozen=True)
@@ -250,10 +259,10 @@ class _BaseOnly:
 def parse_compare(argv: Sequence[str]) -> tuple[CompareArguments, dict[str, Config]]:
     """`compare.py`'s command line, and the variants that it asks for by name, the base first.
     `argv` is without the program's name."""
-    first, _ = tyro.cli(_BaseOnly, args=argv, add_help=False, return_unknown_args=True)
+    first, _ = _cli(_BaseOnly, args=argv, add_help=False, return_unknown_args=True)
     base = first.base if first.base in PRESETS else DEFAULT_PRESET
     default: Any = CompareArguments(base, config=PRESETS[base][1])  # pyright: ignore[reportArgumentType]
-    arguments = tyro.cli(CompareArguments, args=argv, default=default)
+    arguments = _cli(CompareArguments, args=argv, default=default)
     if arguments.config.training.seed != PRESETS[base][1].training.seed:
         raise UserError("The seeds of a comparison are 0, 1, 2, ...: --seeds says how many.")
     if arguments.config.mesh != PRESETS[base][1].mesh:
@@ -295,7 +304,7 @@ def _changed(config: Config, settings: Sequence[str]) -> Config:
             )
         is_bool = value.lower() in ("true", "false")
         argv += [f"--{name}", value.capitalize() if is_bool else value]
-    return tyro.cli(Config, args=argv, default=config, config=(tyro.conf.FlagConversionOff,))
+    return _cli(Config, args=argv, default=config, config=(tyro.conf.FlagConversionOff,))
 
 
 @contextlib.contextmanager

@@ -213,6 +213,16 @@ def test_messages_have_no_control_characters(capsys):
     assert "\x1b" not in found.err
 
 
+def test_a_control_character_in_an_argument_is_repeated_as_an_escape(place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    for script in (sample, train):
+        code, error = run_main(script, ["--seed\x1b[2J=1", "\x1b[2J"], monkeypatch, capsys)
+        assert code == 2
+        assert "\x1b[2J" not in error
+        assert r"\x1b[2J" in error
+    sample.sample(parse_sample(["--prompt", "The", "--stop", "\x07", "--max-new-tokens", "2"]))
+
+
 def test_a_prompt_file_keeps_its_line_ends(place, monkeypatch, capsys):
     (place / "crlf.txt").write_bytes(b"The\r\n")
     code, error = run_main(

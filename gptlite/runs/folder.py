@@ -44,7 +44,13 @@ from gptlite.runs.saved_config import (
     save_config,
     save_sources,
 )
-from gptlite.runs.weights import Evaluated, named_arrays, read_evaluated, save_weights
+from gptlite.runs.weights import (
+    Evaluated,
+    named_arrays,
+    read_evaluated,
+    save_weights,
+    size_of,
+)
 from gptlite.text.tokenizer import Tokenizer, decode
 from gptlite.training.fit import DivergenceError, Progress
 from gptlite.training.step import TrainState
@@ -179,6 +185,14 @@ class RunFolder:
 
     def _newest(self, skeleton: TrainState) -> Checkpoint:
         folder = self.path / "checkpoints"
+        # TensorStore reads whole files, of whatever size, and ends the process if they do not fit.
+        most = size_of(skeleton) + 2**20
+        for file in folder.rglob("*"):
+            if (size := file.lstat().st_size) > most:
+                raise UserError(
+                    f"{file} is no file of a checkpoint of this run: it has {size:,} bytes, and at "
+                    f"most {most:,} are expected."
+                )
         checkpoints = Checkpoints(folder)
         with contextlib.closing(checkpoints):
             for step in list_steps(folder):

@@ -48,6 +48,12 @@ def named_arrays(tree: PyTree) -> dict[str, np.ndarray]:
     return {name: np.asarray(leaf) for name, leaf in named_leaves(tree).items()}
 
 
+def size_of(tree: PyTree) -> int:
+    """Bytes of all arrays of `tree`, or shapes of arrays."""
+    leaves = named_leaves(tree).values()
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+
 def fill(skeleton: T, arrays: dict[str, Any], source: str) -> T:
     """`skeleton` (a pytree, or `eqx.filter_eval_shape` of one) with `arrays`, as from
     `named_arrays`, in their places.
@@ -106,10 +112,9 @@ def load_weights(path: Path, skeleton: GPT) -> GPT:
     **Raises:** `UserError` if the file is no safetensors file, or its names, shapes or dtypes are
     not the skeleton's.
     """
-    wanted = named_leaves(skeleton)
-    size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in wanted.values())
+    most = size_of(skeleton) + HEADER + HEADER_PER_ARRAY * len(named_leaves(skeleton))
     try:
-        content = read_bounded(path, size + HEADER + HEADER_PER_ARRAY * len(wanted))
+        content = read_bounded(path, most)
         arrays = safetensors.numpy.load(content)
     except OSError as error:
         reason = error.strerror or error

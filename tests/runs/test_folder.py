@@ -570,3 +570,15 @@ def test_a_record_from_a_stranger_has_its_types(tmp_path, field, value, words):
         checkpoints.wait()
         with pytest.raises(UserError, match=f"checkpoints/1 is damaged: {words}"):
             checkpoints.restore(1, skeleton())
+
+
+def test_a_checkpoint_with_a_huge_file_is_refused(tmp_path):
+    """TensorStore would end the process."""
+    with RunFolder(tmp_path / "one") as run:
+        train(run, until=1)
+    file = next(path for path in (tmp_path / "one").rglob("manifest.ocdbt"))
+    os.truncate(file, 2**40)
+    with RunFolder(tmp_path / "one") as run:
+        run.open()
+        with pytest.raises(UserError, match=r"manifest\.ocdbt is no file .*1,099,511,627,776"):
+            run.find_checkpoint(skeleton(), CONFIG, CORPUS)

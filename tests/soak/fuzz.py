@@ -1,0 +1,419 @@
+"""Hostile input, at random: `python tests/soak/fuzz.py --minutes 60`.
+
+Runs of strangers (each file damaged, forged, or replaced by a link, a pipe, a folder, a huge file),
+texts, prompts, and options with extreme values. Every case must end with exit code 0, or with 2 and
+one message. A traceback, a wait of more than 20 seconds, more than 2 GB of memory, a control
+character, a change outside of the run, and the execution of anything from the run are findings.
+
+The scripts run in a process of their own, which lives for many cases. Exit code 1 if there is a
+finding.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import random
+import re
+import resource
+import runpy
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_type_hints
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+SECONDS, MEGABYTES = 20.0, 2000
+CASES_PER_WORKER = 60
+TINY = (
+    "--data.corpus text.txt --model.n-layers 1 --model.n-heads 2 --model.d-model 16 "
+    "--model.context-length 16 --training.batch-size 4 --training.log-every 2 --training.steps 6 "
+    "--training.eval-every 3 --training.sample-tokens 4 --optimizer.name adamw"
+)
+TRAIN = TINY.split()
+# What a stranger's file does if it is executed.
+CANARY = "from pathlib import Path\nPath('EXECUTED').touch()\n"
+
+EXTREMES: list[Any] = [
+    *(None, True, False, 0, -1, 1, 2**31 - 1, 2**31, 2**63, -(2**70), 10**400, 0.5, -0.0, 1e-300),
+    *(1e308, float("nan"), float("inf"), "", "a", "\x1b[2J", "\x00", "\u202e", "\ud800", "🙂" * 50),
+    *("../..", "/dev/zero", "/etc/passwd", "a" * 5000, "moe:n_experts=10000000", "x.py:X", "hf:x"),
+    *([], {}, [[]], {"a": {}}, ["a"], [1e308]),
+]
+TEXTS: list[bytes] = [
+    *(b"", b"a", b"ab" * 10, b"\xff\xfe", b"\xef\xbb\xbf", b"\x00" * 100, b"\xed\xa0\x80" * 50),
+    *(b"line\r\n" * 100, "🙂é".encode() * 100, b"\x1b]0;x\x07 " * 100, b"a" * 100_000, b"\xf0\x9f"),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, default=Path("fuzz"))
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True)
+    end = time.monotonic() + 60 * arguments.minutes
+    found = fuzz(arguments.folder, arguments.seed, lambda done: time.monotonic() < end)
+    sys.exit(1 if found else 0)
+
+
+def fuzz(folder: Path, seed: int, more: Callable[[int], bool]) -> list[str]:
+    """The findings. Cases are drawn from `seed` and run in `folder` while `more(cases done)`."""
+    folder = folder.resolve()
+    made = make_runs(folder)
+    counts: Counter[str] = Counter()
+    found, done, began, worker = [], 0, time.monotonic(), None
+    while more(done):
+        if worker is None or worker.cases >= CASES_PER_WORKER:
+            if worker is not None:
+                worker.close()
+            worker = Worker(folder)
+        chance = random.Random(f"{seed} {done}")
+        restore(folder, made)
+        kind, script, argv = draw_case(chance, folder)
+        before = snapshot(folder)
+        reply = worker.run(script, argv)
+        problem = judge(reply) or outside(folder, before)
+        done += 1
+        counts[f"{kind}: " + ("finding" if problem else f"exit {reply['code']}")] += 1
+        if problem:
+            found.append(f"case {done - 1}, {kind}: {script}.py {argv}\n{problem}")
+            print(found[-1], flush=True)
+            worker.close()
+            worker = None
+        if done % 200 == 0:
+            print(f"{done} cases in {time.monotonic() - began:.0f} s", flush=True)
+    if worker is not None:
+        worker.close()
+    print(f"{done} cases, {len(found)} findings")
+    for name in sorted(counts):
+        print(f"  {counts[name]:5d}  {name}")
+    return found
+
+
+# Cases.
+
+
+def draw_case(chance: random.Random, folder: Path) -> tuple[str, str, list[str]]:
+    """What is attacked, the script, and its arguments."""
+    kind = chance.choices(["run", "options", "prompt", "corpus"], [6, 3, 1, 1])[0]
+    return {"run": of_run, "options": of_options, "prompt": of_prompt, "corpus": of_corpus}[kind](
+        chance, folder
+    )
+
+
+def of_run(chance: random.Random, folder: Path) -> tuple[str, str, list[str]]:
+    run = folder / "runs" / "one"
+    script = chance.choice(["sample", "train"])
+    names = ["config.json", "tokenizer.json"] * 3
+    names += ["best.safetensors"] * 4 if script == "sample" else []
+    files = sorted(str(file.relative_to(run)) for file in run.rglob("*") if file.is_file())
+    name = chance.choice(names if chance.random() < 0.6 else files)
+    what = damage(chance, run / name, folder / "runs" / "two" / name)
+    if script == "sample":
+        argv = ["--run", "one", "--prompt", "The", "--max-new-tokens", "8"]
+    else:
+        argv = ["--resume", "one", "--data.corpus", "text.txt", "--training.steps", "8"]
+    place = "checkpoints/..." if name.startswith("checkpoints") else name
+    return f"{script} {place} {what}", script, argv
+
+
+def damage(chance: random.Random, path: Path, other: Path) -> str:
+    """Damage or replace a file. What was done."""
+    content = path.read_bytes()
+    how = chance.choice(
+        ["forged"] * 8 * (path.suffix in (".json", ".safetensors", ".jsonl"))
+        + ["bits", "bits", "cut", "noise", "swapped", "link", "pipe", "folder", "huge", "absent"]
+    )
+    if how == "forged":
+        path.write_bytes(forge(chance, path.suffix, content))
+    elif how == "bits":
+        changed = bytearray(content or b"\0")
+        for _ in range(chance.choice([1, 1, 8, 100])):
+            changed[chance.randrange(len(changed))] ^= 1 << chance.randrange(8)
+        path.write_bytes(changed)
+    elif how == "cut":
+        path.write_bytes(content[: chance.randrange(len(content) + 1)])
+    elif how == "noise":
+        path.write_bytes(chance.randbytes(chance.choice([0, 1, 100, 100_000])))
+    else:
+        path.unlink()
+        if how == "swapped" and other.is_file():
+            path.write_bytes(other.read_bytes())
+        elif how == "link":
+            path.symlink_to(chance.choice(["/dev/zero", "/etc/passwd", "nowhere", "/dev/stdin"]))
+        elif how == "pipe":
+            os.mkfifo(path)
+        elif how == "folder":
+            path.mkdir()
+        elif how == "huge":
+            path.touch()
+            os.truncate(path, chance.choice([2**32, 2**40]))
+    return how
+
+
+def forge(chance: random.Random, suffix: str, content: bytes) -> bytes:
+    """The file with a few of its values replaced by extreme ones."""
+    if suffix == ".safetensors":
+        end = 8 + int.from_bytes(content[:8], "little")
+        header = forged(chance, json.loads(content[8:end]))
+        if chance.random() < 0.2:
+            return chance.choice([0, 2**40, 2**64 - 1]).to_bytes(8, "little") + header
+        return len(header).to_bytes(8, "little") + header + content[end:]
+    lines = content.splitlines() if suffix == ".jsonl" else [content]
+    place = chance.randrange(len(lines)) if lines else 0
+    return b"\n".join(
+        forged(chance, json.loads(line)) if i == place else line for i, line in enumerate(lines)
+    )
+
+
+def forged(chance: random.Random, record: Any) -> bytes:
+    for _ in range(chance.choice([1, 1, 1, 2, 5])):
+        places = list(walk(record))
+        if not places:
+            return json.dumps(chance.choice(EXTREMES)).encode()
+        parent, key = chance.choice(places[:200])
+        roll = chance.random()
+        if roll < 0.1:
+            del parent[key]
+        elif roll < 0.2 and isinstance(parent, dict):
+            parent[str(chance.choice(EXTREMES))[:100]] = chance.choice(EXTREMES)
+        elif roll < 0.4 and type(parent[key]) is int:
+            parent[key] += chance.choice([-1, 1, 7, 10**6])
+        else:
+            parent[key] = chance.choice(EXTREMES)
+    return json.dumps(record).encode()
+
+
+def walk(node: Any) -> Iterator[tuple[Any, Any]]:
+    """Every place in a JSON record, as what it is in and its key or index."""
+    keys = list(node) if isinstance(node, dict) else range(len(node)) if type(node) is list else ()
+    for key in keys:
+        yield node, key
+        yield from walk(node[key])
+
+
+def of_options(chance: random.Random, folder: Path) -> tuple[str, str, list[str]]:
+    from gptlite.config import Config, SamplingConfig
+
+    values = [x for x in map(str, EXTREMES) if "\x00" not in x and "\ud800" not in x]
+    values += [
+        "nan",
+        "-1e5",
+        "1e5",
+        "0x10",
+        "1_000",
+        " 3",
+        "runs/one",
+        "text.txt",
+        "/dev/null",
+        ".",
+    ]
+    if chance.random() < 0.4:
+        names = [name.replace("_", "-") for name in get_type_hints(SamplingConfig)]
+        names += ["prompt", "prompt-file", "run", "weights", "seed", "stop", "num-samples"]
+        names += ["max-new-tokens", "model.mlp", "model.attention"]
+        argv = ["--prompt", "The", "--max-new-tokens", "8", "--run", "one"]
+        script = "sample"
+    else:
+        names = [
+            f"{section}.{name}".replace("_", "-")
+            for section, kind in get_type_hints(Config).items()
+            for name in get_type_hints(kind)
+        ]
+        names += ["run", "resume"]
+        argv = [*TRAIN, "--summary"]  # sizes that are legal and large are not trained
+        script = "train"
+    for _ in range(chance.choice([1, 1, 2, 3])):
+        argv += [f"--{chance.choice(names)}={chance.choice(values)}"]
+    return f"{script} options", script, argv
+
+
+def of_prompt(chance: random.Random, folder: Path) -> tuple[str, str, list[str]]:
+    content = chance.choice([*TEXTS, chance.randbytes(50), b"The " * chance.randrange(10_000)])
+    (folder / "prompt").write_bytes(content)
+    argv = ["--run", "one", "--prompt-file", "prompt", "--max-new-tokens", "8"]
+    return "sample prompt", "sample", argv
+
+
+def of_corpus(chance: random.Random, folder: Path) -> tuple[str, str, list[str]]:
+    good = (folder / "text.txt").read_bytes()
+    content = chance.choice([*TEXTS, chance.randbytes(5000), good[: chance.randrange(len(good))]])
+    (folder / "corpus").mkdir()
+    path = folder / "corpus" / chance.choice(["a.txt", "b.TXT"])
+    kind = chance.choice(["file", "file", "folder", "link", "pipe", "nested"])
+    if kind == "link":
+        path.symlink_to(chance.choice(["/dev/zero", "nowhere", str(folder / "corpus")]))
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "nested":
+        path.mkdir()
+        (path / "c.txt").write_bytes(content)
+    else:
+        path.write_bytes(content)
+    tokenizer = chance.choice(["char", "byte"])
+    corpus = str(path) if kind == "file" else "corpus"
+    argv = [*TRAIN, "--data.corpus", corpus, "--data.tokenizer", tokenizer, "--run", "new"]
+    return "train corpus", "train", [*argv, "--training.steps", "2"]
+
+
+# What must hold.
+
+
+def judge(reply: dict[str, Any]) -> str | None:
+    """What is wrong with how a case ended, if anything."""
+    said = reply["out"] + reply["err"]
+    if reply["code"] not in (0, 2):
+        return f"exit {reply['code']}: {said[-3000:]}"
+    if "Traceback" in said or "panicked" in said:
+        return f"a traceback: {said[-3000:]}"
+    if reply["code"] == 2 and not reply["err"].strip():
+        return "exit 2 without a message"
+    if reply["megabytes"] > MEGABYTES:
+        return f"{reply['megabytes']} MB of memory"
+    control = re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", said)
+    if control and not (control[0] == "\x1b" and "\x1b[" in said and "╭" in said):  # tyro's colours
+        return f"a control character: {said[max(0, control.start() - 100) :][:200]!r}"
+    return None
+
+
+def make_runs(folder: Path) -> Path:
+    """Two runs, a text, and a file that must not change. The folder that keeps them."""
+    from conftest import TEXT
+
+    (folder / "text.txt").write_text(TEXT)
+    worker = Worker(folder)
+    other = ["--data.tokenizer", "byte", "--model.d-model", "8"]
+    for name, more in {"one": [], "two": other}.items():
+        reply = worker.run("train", [*TRAIN, *more, "--run", name])
+        assert reply["code"] == 0, reply
+    worker.close()
+    made = folder.with_name(folder.name + ".made")
+    for name in ("one", "two"):
+        custom = folder / "runs" / name / "custom"
+        custom.mkdir()
+        (custom / "x.py").write_text(CANARY)
+        (custom / "gptlite.py").write_text(CANARY)
+    shutil.copytree(folder, made)
+    return made
+
+
+def restore(folder: Path, made: Path) -> None:
+    """Everything as it was before the first case."""
+    for entry in folder.iterdir():
+        shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+    shutil.copytree(made, folder, dirs_exist_ok=True)
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
+    """Everything but what a case may write: a run, its lock, a new run."""
+    return {
+        str(path): (path.lstat().st_size, path.lstat().st_mtime_ns)
+        for path in folder.rglob("*")
+        if not path.is_dir() and path.relative_to(folder).parts[:2] not in MAY_CHANGE
+    }
+
+
+MAY_CHANGE = [("runs", name) for name in ("one", "new", ".one.lock", ".new.lock", ".two.lock")]
+
+
+def outside(folder: Path, before: dict[str, tuple[int, int]]) -> str | None:
+    """What has changed outside of the run, if anything."""
+    if list(folder.rglob("EXECUTED")):
+        return "something in the run was executed"
+    after = snapshot(folder)
+    changed = sorted(
+        name
+        for name in before.keys() | after.keys()
+        if before.get(name) != after.get(name) and "/runs/quick-" not in name
+    )
+    return f"changed: {changed}" if changed else None
+
+
+# The process that runs the scripts.
+
+
+class Worker:
+    def __init__(self, folder: Path):
+        self.cases = 0
+        environment = os.environ | {
+            "XLA_FLAGS": "--xla_backend_optimization_level=0",
+            "JAX_COMPILATION_CACHE_DIR": str(folder.with_name(folder.name + ".cache")),
+            "JAX_PLATFORMS": "cpu",
+            "COLUMNS": "200",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--serve"],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, script: str, argv: list[str]) -> dict[str, Any]:
+        """Exit code, output and memory of a script."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self.cases += 1
+        timer = threading.Timer(SECONDS + 20 * (self.cases == 1), self._process.kill)
+        timer.start()
+        raw = []
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps([script, argv]), file=self._process.stdin, flush=True)
+        for line in self._process.stdout:
+            if line.startswith("REPLY "):
+                timer.cancel()
+                reply = json.loads(line.removeprefix("REPLY "))
+                # What was written past Python, as by Rust.
+                return reply | {"err": reply["err"] + "".join(raw)}
+            raw.append(line)
+        timer.cancel()
+        code = self._process.wait()
+        what = f"no answer in {SECONDS:.0f} s" if code == -9 else f"the process ended, {code}"
+        return {"code": what, "out": "".join(raw), "err": "", "megabytes": 0}
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def serve() -> None:
+    """Answer each line, a script and its arguments, with a line."""
+    for line in sys.stdin:
+        script, argv = json.loads(line)
+        out, err, code = io.StringIO(), io.StringIO(), 0
+        before = set(sys.modules)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.redirect_stdout(out))
+            stack.enter_context(contextlib.redirect_stderr(err))
+            stack.enter_context(mock.patch.object(sys, "argv", [f"{script}.py", *argv]))
+            stack.enter_context(mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO())))
+            try:
+                runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")
+            except SystemExit as stop:
+                code = stop.code or 0
+            except BaseException:
+                code = "an exception"
+                err.write(traceback.format_exc())
+        for name in {"x"} & (set(sys.modules) - before):
+            del sys.modules[name]
+        megabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+        reply = {"code": code, "out": out.getvalue(), "err": err.getvalue(), "megabytes": megabytes}
+        print(f"\nREPLY {json.dumps(reply)}", flush=True)
+
+
+if __name__ == "__main__":
+    serve() if sys.argv[1:] == ["--serve"] else main()
