@@ -176,3 +176,19 @@ def test_relative_positions_need_distances_beyond_their_near_buckets():
     # In an encoder, only half of the near buckets are for one direction.
     config = dataclasses.replace(TINY, positions="relative:buckets=8:max_distance=4")
     assert Encoder(config, VOCAB, key=jax.random.key(0)).config == config
+
+
+def test_no_two_parameters_start_from_the_same_numbers():
+    """Keys that are split carelessly give the same draws twice."""
+    config = dataclasses.replace(
+        TINY, positions="relative:buckets=16", init="gpt2", embed_previous=0
+    )
+    model = GPT(config, VOCAB, key=jax.random.key(0))
+    starts = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(eqx.filter(model, eqx.is_inexact_array)):
+        leaf = np.asarray(leaf).reshape(len(leaf) if leaf.ndim == 3 else 1, -1)
+        for row in leaf[:, :16]:
+            if np.std(row):  # gains start at one
+                starts.setdefault(tuple(np.round(row / np.abs(row).max(), 4)), []).append(path)
+    assert len(starts) > 8
+    assert all(len(paths) == 1 for paths in starts.values())

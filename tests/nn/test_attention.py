@@ -391,3 +391,21 @@ def test_a_wrong_width_names_function_argument_and_axes():
         "d_head=8",
     ):
         assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("buckets", "max_distance", "bidirectional"), [(1, 9, False), (3, 9, True), (8, 4, False)]
+)
+def test_relative_positions_without_room_for_large_distances_are_refused(
+    buckets, max_distance, bidirectional
+):
+    options = {"max_distance": max_distance, "bidirectional": bidirectional}
+    with pytest.raises(ValueError, match=f"got {buckets} and {max_distance}"):
+        RelativeBias(2, buckets=buckets, **options, key=jax.random.key(0))
+
+
+def test_two_buckets_are_near_and_far():
+    bias = RelativeBias(1, buckets=2, max_distance=9, key=jax.random.key(0))
+    row = np.asarray(bias(1, 8, 7))[0, 0]
+    near, far = np.asarray(bias.table.weight)[:, 0]
+    np.testing.assert_allclose(row, [far] * 7 + [near], rtol=1e-6)
