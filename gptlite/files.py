@@ -23,15 +23,16 @@ def check_folder_name(option: str, name: str) -> None:
     )
 
 
-def lock(path: Path, busy: str) -> AcquireReturnProxy:
+def lock(path: Path, busy: str, seconds: float = 0.0) -> AcquireReturnProxy:
     """Lock the file `path`: a context manager, whose exit releases the lock. The system releases
     it when the process ends.
 
-    **Raises:** `UserError` with the message `busy` if another process holds it; `OSError`.
+    **Raises:** `UserError` with the message `busy` if another process holds it for so many
+    `seconds`; `OSError`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        return FileLock(path, timeout=0).acquire()
+        return FileLock(path, timeout=seconds).acquire()
     except Timeout:
         raise UserError(busy) from None
 

@@ -1,6 +1,5 @@
 """Text to ids: a small corpus in memory, a large one in a memory-mapped file."""
 
-import contextlib
 import hashlib
 import json
 import mmap
@@ -10,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import tiktoken
-from filelock import FileLock, Timeout
+from filelock import AcquireReturnProxy
 from jaxtyping import Integer
 
 from gptlite.config import DataConfig, UserError
-from gptlite.files import read_json, sha256_of, write_json
+from gptlite.files import lock, read_json, sha256_of, write_json
 from gptlite.progress import log, progress_bar
 from gptlite.text.corpus import DATA_FOLDER, Corpus
 from gptlite.text.tokenizer import Ids, Tokenizer
@@ -82,25 +81,17 @@ def split_corpus(
     return split
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path) -> AcquireReturnProxy:
     """**Raises:** `UserError` if another process holds the lock for `LOCK_SECONDS`."""
-    held = FileLock(path)
+    busy = (
+        f"Another process has held {path} for {LOCK_SECONDS / 60:.0f} minutes. If none encodes "
+        "this text, delete that file."
+    )
     try:
-        held.acquire(timeout=0)
-    except Timeout:
+        return lock(path, busy)
+    except UserError:
         log(f"waiting for another process that encodes the same text (it holds {path})")
-        try:
-            held.acquire(timeout=LOCK_SECONDS)
-        except Timeout:
-            raise UserError(
-                f"Another process has held {path} for {LOCK_SECONDS / 60:.0f} minutes. If none "
-                "encodes this text, delete that file."
-            ) from None
-    try:
-        yield
-    finally:
-        held.release()
+        return lock(path, busy, LOCK_SECONDS)
 
 
 def _encoded(
