@@ -178,7 +178,7 @@ class CompareArguments:
         check_folder_name("--name", self.name)
 
 
-def _cli(kind: Any, *, args: Sequence[str], **options: Any) -> Any:
+def parse_words(kind: Any, args: Sequence[str], **options: Any) -> Any:
     """`tyro.cli`. Its errors repeat what was typed, so control characters are parsed as escapes
     first."""
     safe = [printable(word) for word in args]
@@ -195,12 +195,12 @@ class _ResumeOnly:
 def parse_train(argv: Sequence[str]) -> TrainArguments:
     """`train.py`'s command line. `argv` is without the program's name."""
     # The run that is resumed gives the other settings their defaults, so it is read first.
-    first, _ = _cli(_ResumeOnly, args=argv, add_help=False, return_unknown_args=True)
+    first, _ = parse_words(_ResumeOnly, argv, add_help=False, return_unknown_args=True)
     preset = argv[0] if argv and argv[0] in PRESETS else DEFAULT_PRESET
     if first.resume is not None:
         return _parse_resume(argv, load_config(find_run(first.resume) / "config.json"))
     default = TrainArguments(preset, config=PRESETS[preset][1])  # pyright: ignore[reportArgumentType]
-    arguments = _cli(TrainArguments, args=argv, default=default)
+    arguments = parse_words(TrainArguments, argv, default=default)
     if arguments.preset != preset:
         raise UserError(f"The preset comes first: python train.py {arguments.preset} ...")
     return arguments
@@ -215,7 +215,7 @@ def _parse_resume(argv: Sequence[str], saved: Config) -> TrainArguments:
         data=dataclasses.replace(saved.data, corpus=NOT_GIVEN),
         model=dataclasses.replace(saved.model, **placeholders),
     )
-    arguments = _cli(TrainArguments, args=argv, default=TrainArguments(config=default))
+    arguments = parse_words(TrainArguments, argv, default=TrainArguments(config=default))
     has_preset = argv[0] in PRESETS or arguments.preset != DEFAULT_PRESET
     for given, option in (
         (arguments.run, "--run"),
@@ -248,7 +248,7 @@ def _parse_resume(argv: Sequence[str], saved: Config) -> TrainArguments:
 
 def parse_sample(argv: Sequence[str]) -> SampleArguments:
     """`sample.py`'s command line. `argv` is without the program's name."""
-    return _cli(SampleArguments, args=argv)
+    return parse_words(SampleArguments, argv)
 
 
 @dataclass(frozen=True)
@@ -259,10 +259,10 @@ class _BaseOnly:
 def parse_compare(argv: Sequence[str]) -> tuple[CompareArguments, dict[str, Config]]:
     """`compare.py`'s command line, and the variants that it asks for by name, the base first.
     `argv` is without the program's name."""
-    first, _ = _cli(_BaseOnly, args=argv, add_help=False, return_unknown_args=True)
+    first, _ = parse_words(_BaseOnly, argv, add_help=False, return_unknown_args=True)
     base = first.base if first.base in PRESETS else DEFAULT_PRESET
     default: Any = CompareArguments(base, config=PRESETS[base][1])  # pyright: ignore[reportArgumentType]
-    arguments = _cli(CompareArguments, args=argv, default=default)
+    arguments = parse_words(CompareArguments, argv, default=default)
     if arguments.config.training.seed != PRESETS[base][1].training.seed:
         raise UserError("The seeds of a comparison are 0, 1, 2, ...: --seeds says how many.")
     if arguments.config.mesh != PRESETS[base][1].mesh:
@@ -274,7 +274,7 @@ def parse_compare(argv: Sequence[str]) -> tuple[CompareArguments, dict[str, Conf
             raise UserError(f"--vary takes SECTION.FIELD=VALUE,VALUE,..., got {vary!r}.")
         for value in values.split(","):
             settings = re.split(r"\+(?=\w+\.[\w-]+=)", f"{field_name}={value}")
-            names = [setting.partition("=")[0] for setting in settings]
+            names = [_field_name(setting) for setting in settings]
             if arguments.equal != "steps" and "training.steps" in names:
                 raise UserError(
                     f"--equal {arguments.equal} chooses the steps of each variant: leave "
@@ -291,12 +291,15 @@ def parse_compare(argv: Sequence[str]) -> tuple[CompareArguments, dict[str, Conf
     return arguments, variants
 
 
+def _field_name(setting: str) -> str:
+    return setting.partition("=")[0].strip().replace("-", "_")
+
+
 def _changed(config: Config, settings: Sequence[str]) -> Config:
     """`config` with each of `settings`, `SECTION.FIELD=VALUE`."""
     argv = []
     for setting in settings:
-        name, _, value = setting.partition("=")
-        name = name.strip().replace("-", "_")
+        name, value = _field_name(setting), setting.partition("=")[2]
         if name.split(".")[0] not in ("model", "optimizer", "training") or name == "training.seed":
             raise UserError(
                 "--vary takes fields of model, optimizer and training (except the seed, which "
@@ -304,7 +307,7 @@ def _changed(config: Config, settings: Sequence[str]) -> Config:
             )
         is_bool = value.lower() in ("true", "false")
         argv += [f"--{name}", value.capitalize() if is_bool else value]
-    return _cli(Config, args=argv, default=config, config=(tyro.conf.FlagConversionOff,))
+    return parse_words(Config, argv, default=config, config=(tyro.conf.FlagConversionOff,))
 
 
 @contextlib.contextmanager

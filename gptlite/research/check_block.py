@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from gptlite.cli import exit_on_error
+from gptlite.cli import exit_on_error, parse_words
 from gptlite.config import ModelConfig, UserError, is_custom, require, split_options
 from gptlite.custom import load_class
 from gptlite.models.build import parse_options
@@ -206,4 +206,4 @@ def main(
 
 
 if __name__ == "__main__":
-    tyro.cli(main, prog="python -m gptlite.research.check_block")
+    parse_words(main, sys.argv[1:], prog="python -m gptlite.research.check_block")

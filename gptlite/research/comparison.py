@@ -15,7 +15,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from gptlite.config import Config, UserError
+from gptlite.config import MAX_INT32, Config, UserError
 from gptlite.custom import custom_sources
 from gptlite.files import read_json, write_json
 from gptlite.models.gpt import make_model
@@ -154,12 +154,10 @@ class Comparison:
             return {"settings": settings, **empty}
         try:
             kept = read_json(path)
-            before = dict(kept["settings"])
-            missing = {"steps", "evaluated_at", "curves", "seconds"} - kept.keys()
-            if missing:
-                raise ValueError(f"it has no {min(missing)}")
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            _check_record(kept)
+        except (OSError, ValueError) as error:
             raise UserError(f"{path} is damaged: {error}. Delete it to train it again.") from error
+        before = kept["settings"]
         names = sorted(settings.keys() | before.keys())
         changed = [name for name in names if settings.get(name) != before.get(name)]
         if "--equal" in changed:  # which decides if there are fields of the base
@@ -235,6 +233,42 @@ class Comparison:
         each = 16 * count_parameters(skeleton) + activation_bytes(skeleton, rows)
         seeds = max(1, int(MEMORY_SHARE * free_memory() / each))
         return max(seeds - seeds % jax.device_count(), 1)
+
+
+def _check_record(kept: dict[str, Any]) -> None:
+    """**Raises:** `ValueError` if `kept`, read from a file, is not as `train` writes it."""
+
+    def is_curve(values: Any, length: int) -> bool:
+        return (
+            type(values) is list
+            and len(values) == length
+            and all(x is None or type(x) is float for x in values)
+        )
+
+    settings, steps, evaluated_at, curves, seconds = (
+        kept.get(name) for name in ("settings", "steps", "evaluated_at", "curves", "seconds")
+    )
+    if type(settings) is not dict:
+        wrong = "settings"
+    elif type(steps) is not int or not 1 <= steps <= MAX_INT32:
+        wrong = "steps"
+    elif type(evaluated_at) is not list or not all(
+        type(step) is int and 1 <= step <= steps for step in evaluated_at
+    ):
+        wrong = "evaluated_at"
+    elif type(curves) is not dict or not all(
+        is_curve(curve, max(1, len(evaluated_at))) for curve in curves.values()
+    ):
+        wrong = "curves"
+    elif (
+        type(seconds) is not dict
+        or seconds.keys() != curves.keys()
+        or not all(type(value) is float for value in seconds.values())
+    ):
+        wrong = "seconds"
+    else:
+        return
+    raise ValueError(f"its {wrong} is missing or wrong")
 
 
 def _flat(config: Config) -> dict[str, Any]:

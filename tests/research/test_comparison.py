@@ -1,7 +1,9 @@
 import csv
 import dataclasses
 import io
+import json
 import math
+import shlex
 
 import pytest
 from conftest import TEXT, TINY, refusal
@@ -94,10 +96,25 @@ def test_another_variant_under_the_same_name_is_refused(trained, tmp_path):
     idle = dataclasses.replace(BASE.training, save_seconds=7, cpu_devices=1, log_every=2)
     run(comparison(tmp_path), "a", dataclasses.replace(BASE, training=idle), range(2))
     assert len(trained) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("settings", 1), ("steps", None), ("steps", 10**400), ("evaluated_at", [4, 9])),
+        *(("evaluated_at", 4), ("curves", []), ("curves", {"0": [], "1": []})),
+        *(("curves", {"0": [2.0, "2"], "1": [2.0, 2.0]}), ("seconds", {"0": 1.0})),
+        *(("seconds", {"0": 1.0, "1": 10**400}), ("curves", {"0": 1, "1": 2})),
+    ],
+)
+def test_a_damaged_file_is_refused(trained, tmp_path, name, value):
+    run(comparison(tmp_path), "a", BASE, range(2))
     (file,) = tmp_path.glob("*.json")
-    file.write_bytes(file.read_bytes().replace(b"curves", b"curvos"))
-    with pytest.raises(UserError, match=r"a-.*\.json is damaged"):
-        run(comparison(tmp_path), "a", BASE, range(2))
+    good = json.loads(file.read_text())
+    for changed in (good | {name: value}, {key: x for key, x in good.items() if key != name}):
+        file.write_text(json.dumps(changed))
+        with pytest.raises(UserError, match=rf"a-.*\.json is damaged: its {name} is"):
+            run(comparison(tmp_path), "a", BASE, range(2))
 
 
 def test_a_variant_that_cannot_be_built_is_refused_before_training(tmp_path):
@@ -206,7 +223,8 @@ def test_the_command_line():
             "--equal flops chooses the steps of each variant: leave training.steps out of --vary",
         ),
         ("--vary model.norm=dyt+training.steps=600 --equal time", "leave training.steps out"),
+        ("--vary 'training.steps = 600' --equal time", "leave training.steps out"),
     ],
 )
 def test_a_command_line_that_makes_no_sense_is_refused(words, said):
-    assert said in str(refusal(parse_compare, words.split()))
+    assert said in str(refusal(parse_compare, shlex.split(words)))
