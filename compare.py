@@ -80,7 +80,7 @@ def compare(arguments: CompareArguments, variants: dict[str, Config]) -> None:
         try:
             write_atomically(folder / "table.csv", to_csv(results))
             write_atomically(folder / "table.txt", shown + "\n")
-            plots.comparison(results).savefig(folder / "comparison.png")
+            plots.save(plots.comparison(results), folder / "comparison.png")
         except OSError as error:
             log(f"{shown}\n")
             raise UserError(f"{folder} cannot be written: {error.strerror}.") from error

@@ -168,7 +168,7 @@ def train(arguments: TrainArguments) -> None:
             }
         )
         try:
-            plots.losses(run.metrics()).savefig(path / "loss.png")
+            plots.save(plots.losses(run.metrics()), path / "loss.png")
         except OSError as error:
             log(f"the curves could not be drawn: {error}")
     # A prompt of characters that the tokenizer knows, for the suggested command.

@@ -10,15 +10,17 @@ from typing import Any
 from filelock import AcquireReturnProxy, FileLock, Timeout
 
 from gptlite.config import UserError, require
+from gptlite.progress import printable
 
 # Bytes of a JSON file. The largest tokenizer that gptlite writes has 6 million.
 MAX_JSON = 2**24
 
 
 def check_folder_name(option: str, name: str) -> None:
-    """**Raises:** `UserError` if `name`, given as `option`, is a path or no name at all."""
+    """**Raises:** `UserError` if `name`, given as `option`, is a path or no name at all, or has
+    control characters."""
     require(
-        name == Path(name).name and name not in ("", ".."),
+        name == Path(name).name == printable(name) and name not in ("", ".."),
         f"{option} takes the name of a folder, got {name!r}.",
     )
 

@@ -1,17 +1,29 @@
 """Pictures, as Matplotlib figures: `figure.savefig("picture.png")` writes one, and in a notebook,
 after `%matplotlib inline`, the last line of a cell shows one."""
 
+import io
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Array, Float
 
+from gptlite.files import write_atomically
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from gptlite.research.comparison import Result
+
+
+def save(figure: "Figure", path: Path) -> None:
+    """Write a figure as PNG, in place of whatever is at `path`: also of a link, which Matplotlib
+    would follow."""
+    png = io.BytesIO()
+    figure.savefig(png, format="png")
+    write_atomically(path, png.getvalue())
 
 
 def attention(

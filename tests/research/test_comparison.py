@@ -217,6 +217,7 @@ def test_the_command_line():
         ("--vary model.nrom=rms", "--model.nrom"),
         ("--vary model.norm=dyt --seeds 0", "seeds must be at least 1"),
         ("--vary model.norm=dyt --name a/b", "--name takes the name of a folder, got 'a/b'"),
+        ("--vary model.norm=dyt --name \x1b[2J", r"takes the name of a folder, got '\x1b[2J'"),
         ("--vary model.norm=dyt --seeds-at-once 0", "seeds_at_once must be at least 1"),
         (
             "--vary training.steps=600 --equal flops",

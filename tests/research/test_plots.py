@@ -13,8 +13,11 @@ def test_heads_stand_side_by_side_with_tokens_on_the_axes(tmp_path):
         assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "␣"]
         assert [label.get_text() for label in axes.get_xticklabels()] == ["x", "⏎", "$y$", "^_"]
         assert axes.get_title() == f"head {head}"
-    figure.savefig(tmp_path / "attention.png")
+    (tmp_path / "other").write_text("kept")
+    (tmp_path / "attention.png").symlink_to("other")
+    plots.save(figure, tmp_path / "attention.png")
     assert (tmp_path / "attention.png").stat().st_size > 1000
+    assert (tmp_path / "other").read_text() == "kept"
 
 
 def test_queries_are_the_keys_where_there_are_no_others():

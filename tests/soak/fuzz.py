@@ -1,12 +1,13 @@
 """Hostile input, at random: `python tests/soak/fuzz.py --minutes 60`.
 
-Runs of strangers (each file damaged, forged, or replaced by a link, a pipe, a folder, a huge file),
-texts, prompts, and options with extreme values. Every case must end with exit code 0, or with 2 and
-one message. A traceback, a wait of more than 20 seconds, more than 2 GB of memory, a control
-character, a change outside of the run, and the execution of anything from the run are findings.
+Runs of strangers and comparisons (each file damaged, forged, or replaced by a link, a pipe, a
+folder, a huge file), texts, prompts, and options with extreme values. Every case must end with exit
+code 0, or with 2 and one message (or with 1, where `check_block` names a block's mistakes). A
+traceback, a wait of more than 20 seconds, more than 2 GB of memory, a control character, a change
+outside of the run, and the execution of anything from the run are findings.
 
 The scripts run in a process of their own, which lives for many cases. Exit code 1 if there is a
-finding.
+finding. The test suite has a short version, `tests/test_fuzz.py`.
 """
 
 import argparse
@@ -41,6 +42,23 @@ TINY = (
     "--training.eval-every 3 --training.sample-tokens 4 --optimizer.name adamw"
 )
 TRAIN = TINY.split()
+COMPARE = [*TRAIN, "--seeds", "2", "--vary", "model.norm=layer", "--name", "kept"]
+CHECK_BLOCK = "gptlite.research.check_block"
+BLOCK = """
+import equinox as eqx
+
+
+class Mine(eqx.Module):
+    linear: eqx.nn.Linear
+    by: float
+
+    def __init__(self, config, *, by: float = 1.0, rank: int = 2, on: bool = True, key):
+        self.linear = eqx.nn.Linear(config.d_model, config.d_model, key=key)
+        self.by = by / rank if on else 1.0
+
+    def __call__(self, x):
+        return self.by * x @ self.linear.weight
+"""
 # What a stranger's file does if it is executed.
 CANARY = "from pathlib import Path\nPath('EXECUTED').touch()\n"
 
@@ -50,6 +68,12 @@ EXTREMES: list[Any] = [
     *("../..", "/dev/zero", "/etc/passwd", "a" * 5000, "moe:n_experts=10000000", "x.py:X", "hf:x"),
     *([], {}, [[]], {"a": {}}, ["a"], [1e308]),
 ]
+# The same as options.
+WORDS = [word for word in map(str, EXTREMES) if "\x00" not in word and "\ud800" not in word]
+WORDS += ["nan", "-1e5", "1e5", "0x10", "1_000", " 3", "runs/one", "text.txt", "/dev/null", "."]
+# Those that are no large size: these may be trained with.
+SMALL_WORDS = [word for word in WORDS if not re.search(r"\d{4}|^1_000$", word)]
+PLAUSIBLE = ["0", "1", "2", "4", "0.5", "1e-3", "True", "False", "None", "byte", "layer", "moe"]
 TEXTS: list[bytes] = [
     *(b"", b"a", b"ab" * 10, b"\xff\xfe", b"\xef\xbb\xbf", b"\x00" * 100, b"\xed\xa0\x80" * 50),
     *(b"line\r\n" * 100, "🙂é".encode() * 100, b"\x1b]0;x\x07 " * 100, b"a" * 100_000, b"\xf0\x9f"),
@@ -62,16 +86,19 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path("fuzz"))
     arguments = parser.parse_args()
-    arguments.folder.mkdir(parents=True)
     end = time.monotonic() + 60 * arguments.minutes
     found = fuzz(arguments.folder, arguments.seed, lambda done: time.monotonic() < end)
     sys.exit(1 if found else 0)
 
 
-def fuzz(folder: Path, seed: int, more: Callable[[int], bool]) -> list[str]:
-    """The findings. Cases are drawn from `seed` and run in `folder` while `more(cases done)`."""
+def fuzz(
+    folder: Path, seed: int, more: Callable[[int], bool], *, comparisons: bool = True
+) -> list[str]:
+    """The findings. Cases are drawn from `seed` and run in `folder`, a new one, while `more(cases
+    done)`. Without `comparisons`, it begins 12 seconds earlier."""
     folder = folder.resolve()
-    made = make_runs(folder)
+    folder.mkdir(parents=True)
+    made = make_files(folder, comparisons)
     counts: Counter[str] = Counter()
     found, done, began, worker = [], 0, time.monotonic(), None
     while more(done):
@@ -81,10 +108,10 @@ def fuzz(folder: Path, seed: int, more: Callable[[int], bool]) -> list[str]:
             worker = Worker(folder)
         chance = random.Random(f"{seed} {done}")
         restore(folder, made)
-        kind, script, argv = draw_case(chance, folder)
+        kind, script, argv = draw_case(chance, folder, comparisons)
         before = snapshot(folder)
         reply = worker.run(script, argv)
-        problem = judge(reply) or outside(folder, before)
+        problem = judge(script, reply) or outside(folder, before)
         done += 1
         counts[f"{kind}: " + ("finding" if problem else f"exit {reply['code']}")] += 1
         if problem:
@@ -105,12 +132,11 @@ def fuzz(folder: Path, seed: int, more: Callable[[int], bool]) -> list[str]:
 # Cases.
 
 
-def draw_case(chance: random.Random, folder: Path) -> tuple[str, str, list[str]]:
+def draw_case(chance: random.Random, folder: Path, comparisons: bool) -> tuple[str, str, list[str]]:
     """What is attacked, the script, and its arguments."""
-    kind = chance.choices(["run", "options", "prompt", "corpus"], [6, 3, 1, 1])[0]
-    return {"run": of_run, "options": of_options, "prompt": of_prompt, "corpus": of_corpus}[kind](
-        chance, folder
-    )
+    kinds = {of_run: 12, of_options: 6, of_prompt: 2, of_corpus: 2, of_training: 3, of_block: 1}
+    kinds |= {of_comparison: 3} if comparisons else {}
+    return chance.choices(list(kinds), list(kinds.values()))[0](chance, folder)
 
 
 def of_run(chance: random.Random, folder: Path) -> tuple[str, str, list[str]]:
@@ -205,21 +231,8 @@ def walk(node: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def of_options(chance: random.Random, folder: Path) -> tuple[str, str, list[str]]:
-    from gptlite.config import Config, SamplingConfig
+    from gptlite.config import SamplingConfig
 
-    values = [x for x in map(str, EXTREMES) if "\x00" not in x and "\ud800" not in x]
-    values += [
-        "nan",
-        "-1e5",
-        "1e5",
-        "0x10",
-        "1_000",
-        " 3",
-        "runs/one",
-        "text.txt",
-        "/dev/null",
-        ".",
-    ]
     if chance.random() < 0.4:
         names = [name.replace("_", "-") for name in get_type_hints(SamplingConfig)]
         names += ["prompt", "prompt-file", "run", "weights", "seed", "stop", "num-samples"]
@@ -227,17 +240,64 @@ def of_options(chance: random.Random, folder: Path) -> tuple[str, str, list[str]
         argv = ["--prompt", "The", "--max-new-tokens", "8", "--run", "one"]
         script = "sample"
     else:
-        names = [
-            f"{section}.{name}".replace("_", "-")
-            for section, kind in get_type_hints(Config).items()
-            for name in get_type_hints(kind)
-        ]
-        names += ["run", "resume"]
+        names = [*config_options(), "run", "resume"]
         argv = [*TRAIN, "--summary"]  # sizes that are legal and large are not trained
         script = "train"
     for _ in range(chance.choice([1, 1, 2, 3])):
-        argv += [f"--{chance.choice(names)}={chance.choice(values)}"]
+        argv += [f"--{chance.choice(names)}={chance.choice(WORDS)}"]
     return f"{script} options", script, argv
+
+
+def config_options() -> list[str]:
+    from gptlite.config import Config
+
+    return [
+        f"{section}.{name}".replace("_", "-")
+        for section, kind in get_type_hints(Config).items()
+        for name in get_type_hints(kind)
+    ]
+
+
+def of_training(chance: random.Random, folder: Path) -> tuple[str, str, list[str]]:
+    from gptlite.cli import parse_train
+
+    argv = []
+    for _ in range(chance.choice([1, 10])):  # most options are refused at once
+        argv = [*TRAIN, "--run", "new"]
+        for _ in range(chance.choice([1, 1, 2])):
+            word = chance.choice([*SMALL_WORDS, *PLAUSIBLE * 3])
+            argv += [f"--{chance.choice(config_options())}={word}"]
+        with contextlib.suppress(Exception, SystemExit), contextlib.redirect_stderr(io.StringIO()):
+            parse_train(argv)
+            break
+    return "train with options", "train", argv
+
+
+def of_comparison(chance: random.Random, folder: Path) -> tuple[str, str, list[str]]:
+    kept = folder / "comparisons" / "kept"
+    if chance.random() < 0.5:
+        path = chance.choice(sorted(kept.glob("*.*")))
+        what = damage(chance, path, folder / "runs" / "one" / "config.json")
+        place = "*.json" if path.suffix == ".json" else path.name
+        return f"compare {place} {what}", "compare", COMPARE
+    argv, word = [*COMPARE, "--name=more"], chance.choice([*SMALL_WORDS, *PLAUSIBLE * 3])
+    names = [*config_options(), "seeds", "seeds-at-once", "equal", "name", "base", "vary"]
+    if chance.random() < 0.5:
+        return "compare options", "compare", [*argv, f"--{chance.choice(names)}={word}"]
+    field = chance.choice(config_options())
+    return "compare --vary", "compare", [*argv, f"--vary={field}={word}"]
+
+
+def of_block(chance: random.Random, folder: Path) -> tuple[str, str, list[str]]:
+    options = [
+        f"blocks.py:Mine:{chance.choice(['by', 'rank', 'on', 'x'])}={chance.choice(WORDS)}",
+        f"--zero-grad={chance.choice(WORDS)}",
+        f"--{chance.choice(['bidirectional', 'x'])}={chance.choice(WORDS)}",
+        chance.choice(WORDS),
+        f"{chance.choice(WORDS)}:Mine",
+        f"blocks.py:{chance.choice(WORDS)}",
+    ]
+    return "check_block options", CHECK_BLOCK, chance.sample(options, chance.choice([1, 1, 2]))
 
 
 def of_prompt(chance: random.Random, folder: Path) -> tuple[str, str, list[str]]:
@@ -271,10 +331,10 @@ def of_corpus(chance: random.Random, folder: Path) -> tuple[str, str, list[str]]
 # What must hold.
 
 
-def judge(reply: dict[str, Any]) -> str | None:
+def judge(script: str, reply: dict[str, Any]) -> str | None:
     """What is wrong with how a case ended, if anything."""
     said = reply["out"] + reply["err"]
-    if reply["code"] not in (0, 2):
+    if reply["code"] not in ((0, 1, 2) if script == CHECK_BLOCK else (0, 2)):
         return f"exit {reply['code']}: {said[-3000:]}"
     if "Traceback" in said or "panicked" in said:
         return f"a traceback: {said[-3000:]}"
@@ -288,15 +348,19 @@ def judge(reply: dict[str, Any]) -> str | None:
     return None
 
 
-def make_runs(folder: Path) -> Path:
-    """Two runs, a text, and a file that must not change. The folder that keeps them."""
+def make_files(folder: Path, comparisons: bool) -> Path:
+    """Two runs, a comparison, a text and a block. The folder that keeps them."""
     from conftest import TEXT
 
     (folder / "text.txt").write_text(TEXT)
+    (folder / "blocks.py").write_text(BLOCK)
     worker = Worker(folder)
     other = ["--data.tokenizer", "byte", "--model.d-model", "8"]
     for name, more in {"one": [], "two": other}.items():
         reply = worker.run("train", [*TRAIN, *more, "--run", name])
+        assert reply["code"] == 0, reply
+    if comparisons:
+        reply = worker.run("compare", COMPARE)
         assert reply["code"] == 0, reply
     worker.close()
     made = folder.with_name(folder.name + ".made")
@@ -317,15 +381,19 @@ def restore(folder: Path, made: Path) -> None:
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
-    """Everything but what a case may write: a run, its lock, a new run."""
+    """Everything but what a case may write: a run, a comparison, locks, compiled blocks."""
     return {
         str(path): (path.lstat().st_size, path.lstat().st_mtime_ns)
         for path in folder.rglob("*")
-        if not path.is_dir() and path.relative_to(folder).parts[:2] not in MAY_CHANGE
+        if not path.is_dir()
+        and path.relative_to(folder).parts[0] not in ("comparisons", "__pycache__")
+        and path.relative_to(folder).parts[:2] not in MAY_CHANGE
     }
 
 
-MAY_CHANGE = [("runs", name) for name in ("one", "new", ".one.lock", ".new.lock", ".two.lock")]
+MAY_CHANGE = [
+    *(("runs", name) for name in ("one", "new", ".one.lock", ".new.lock", ".two.lock")),
+]
 
 
 def outside(folder: Path, before: dict[str, tuple[int, int]]) -> str | None:
@@ -402,7 +470,10 @@ def serve() -> None:
             stack.enter_context(mock.patch.object(sys, "argv", [f"{script}.py", *argv]))
             stack.enter_context(mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO())))
             try:
-                runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")
+                if script == CHECK_BLOCK:
+                    runpy.run_module(script, run_name="__main__")
+                else:
+                    runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")
             except SystemExit as stop:
                 code = stop.code or 0
             except BaseException:
