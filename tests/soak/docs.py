@@ -53,6 +53,7 @@ RULES: dict[str, str | None] = {
     "python benchmarks/large_text.py": "--megabytes 2 --rounds 1",
     "python tests/soak/kill_loop.py": "--kills 2",
     "python tests/soak/memory.py": "--steps 5000",
+    "python tests/soak/fuzz.py": "--minutes 0.2",
     "python examples/masked.py": "--steps 2 --corpus play.txt",
     "python examples/reverse.py": "--steps 2",
     "python examples/": "--steps 2 --corpus words.txt",
