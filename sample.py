@@ -9,7 +9,7 @@ from gptlite.config import UserError, require
 from gptlite.progress import log, printable
 
 # Bytes. A model reads the end of a long prompt only.
-MAX_PROMPT = 2**26
+MAX_PROMPT = 2**22
 
 
 def main() -> None:

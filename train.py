@@ -33,8 +33,9 @@ def train(arguments: TrainArguments) -> None:
     from gptlite.runs.find import check_free, find_run, new_run
     from gptlite.runs.folder import RunFolder
     from gptlite.runs.load import load_tokenizer
-    from gptlite.runtime import set_up_jax, usable_cpu_devices
-    from gptlite.sharding import constrain_parameters, make_mesh, skeleton
+    from gptlite.runs.weights import size_of
+    from gptlite.runtime import require_memory, set_up_jax, usable_cpu_devices
+    from gptlite.sharding import constrain_parameters, make_mesh
     from gptlite.text.batches import Batches
     from gptlite.text.corpus import load_corpus
     from gptlite.text.tokenizer import decode, make_tokenizer
@@ -75,35 +76,35 @@ def train(arguments: TrainArguments) -> None:
             f"validation tokens, vocabulary {tokenizer.vocab_size:,}"
         )
 
-        # The model.
+        # The model, without its numbers.
         load_custom(config.model)
         model_key, sample_key = jax.random.split(jax.random.key(training.seed))
+        shapes = eqx.filter_eval_shape(make_model, config.model, tokenizer, key=model_key)
         if arguments.summary:
-            shapes = eqx.filter_eval_shape(make_model, config.model, tokenizer, key=model_key)
             print(summary(shapes, batch_size=training.batch_size // training.accumulation))
             return
-        # The program runs once. XLA's optimization level 0 halves the time to compile it.
-        # (`eqx.filter_jit` passes `compiler_options` to `jax.jit`. Its annotations omit it.)
-        draw = eqx.filter_jit(  # pyright: ignore[reportCallIssue]
-            lambda key: constrain_parameters(make_model(config.model, tokenizer, key=key)),
-            compiler_options={"xla_backend_optimization_level": 0},
-        )
-        mesh = make_mesh(fsdp=mesh_config.fsdp, tensor=mesh_config.tensor)
-        with jax.set_mesh(mesh):
-            model = draw(model_key)
-        parameters = count_parameters(model)
+        parameters = count_parameters(shapes)
 
         # The update and the evaluation, on all devices.
+        mesh = make_mesh(fsdp=mesh_config.fsdp, tensor=mesh_config.tensor)
         context = config.model.context_length
         batches = Batches(split.train, training.batch_size, context, training.seed)
         evaluate = Evaluation(split.validation, context, mesh)
-        train_steps = TrainSteps(model, config.optimizer, training, mesh)
-        state, start_at, checkpoint = train_steps.init(model), None, None
-        del model  # `state` has a copy
+        train_steps = TrainSteps(shapes, config.optimizer, training, mesh)
+        skeleton, start_at, checkpoint = train_steps.skeleton(shapes), None, None
+        require_memory("The training state", size_of(skeleton))
         if resuming:
-            state = skeleton(state)
-            checkpoint = run.find_checkpoint(state, config, corpus.sha256)
+            checkpoint = run.find_checkpoint(skeleton, config, corpus.sha256)
             state, start_at = checkpoint.state, checkpoint.record.position
+        else:
+            # The program runs once. XLA's optimization level 0 halves the time to compile it.
+            # (`eqx.filter_jit` passes `compiler_options` to `jax.jit`. Its annotations omit it.)
+            draw = eqx.filter_jit(  # pyright: ignore[reportCallIssue]
+                lambda key: constrain_parameters(make_model(config.model, tokenizer, key=key)),
+                compiler_options={"xla_backend_optimization_level": 0},
+            )
+            with jax.set_mesh(mesh):
+                state = train_steps.init(draw(model_key))
         log(
             f"{parameters:,} parameters on {mesh.size} {mesh.devices.flat[0].platform} device(s); "
             f"run folder {path}" + (f", from step {start_at.step}" if start_at else "")
@@ -113,7 +114,7 @@ def train(arguments: TrainArguments) -> None:
             log(f"custom blocks: {shlex.join(custom)}")
 
         # Training. `fit` compiles first, so that a model that cannot be trained changes no files.
-        stop = Stop()
+        stop = Stop(exits=True)
         with stop:  # also while `fit` compiles, where a KeyboardInterrupt may be lost
             fitting = fit(state, train_steps, batches, start=start_at)
             if checkpoint is None:
@@ -168,7 +169,7 @@ def train(arguments: TrainArguments) -> None:
             }
         )
         try:
-            plots.save(plots.losses(run.metrics()), path / "loss.png")
+            plots.save(plots.losses(run.curves()), path / "loss.png")
         except OSError as error:
             log(f"the curves could not be drawn: {error}")
     # A prompt of characters that the tokenizer knows, for the suggested command.

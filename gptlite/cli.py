@@ -27,6 +27,8 @@ from gptlite.runs.saved_config import (
 )
 
 DEFAULT_PRESET = "quick"
+# Characters of an error message.
+MAX_SENTENCE = 4000
 # Stand for a custom block and a corpus that are not given with --resume.
 NOT_NAMED = "FILE.py:CLASS"
 NOT_GIVEN = "that of the run"
@@ -60,7 +62,8 @@ class TrainArguments:
                 for section, names in RESUMABLE.items()
                 for name in names
             )
-            + " (the corpus: the same text, from another place). More steps extend a run."
+            + ". More steps extend a run. The corpus must be the same text; one that is not "
+            "gptlite's own must be named again, because a run may come from a stranger."
         ),
     ] = None
 
@@ -312,20 +315,28 @@ def _changed(config: Config, settings: Sequence[str]) -> Config:
 
 @contextlib.contextmanager
 def exit_on_error(debug: bool = False) -> Iterator[None]:
-    """A `UserError` inside ends the program with its sentence on standard error and code 2; Ctrl-C
-    and a closed pipe (`| head`) end it quietly. With `debug`, an error's traceback comes
-    before its sentence."""
+    """A `UserError` inside ends the program with its sentence on standard error and code 2, and so
+    does what the system refuses, such as to write to a full disk. Ctrl-C and a closed pipe
+    (`| head`) end it quietly. With `debug`, an error's traceback comes before its sentence."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell, as in `>&-`
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - open until the end
     try:
-        yield
+        try:
+            yield
+        finally:
+            sys.stdout.flush()  # here, where it can still be said that it fails
     except UserError as error:
         _end(str(error), debug)
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
-        # Python flushes standard output again at exit, into a closed pipe.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         sys.exit(141)
+    except OSError as error:
+        _drop_output()
+        _end(f"{error}.", debug)
     except Exception as error:
         # XLA's out-of-memory error, recognised by its text: this module does not import JAX.
         if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
@@ -338,8 +349,18 @@ def exit_on_error(debug: bool = False) -> Iterator[None]:
         )
 
 
+def _drop_output() -> None:
+    """Python writes what is left in standard output at its exit. Where that failed before, it is to
+    go nowhere."""
+    with contextlib.suppress(OSError, ValueError):  # no file, in tests
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _end(sentence: str, debug: bool) -> NoReturn:
     if debug:
         print(printable(traceback.format_exc()), end="", file=sys.stderr)
-    print(f"error: {printable(sentence)}", file=sys.stderr)
+    sentence = printable(sentence)
+    # It may repeat a string of a run, of any length.
+    cut = sentence if len(sentence) <= MAX_SENTENCE else f"{sentence[:MAX_SENTENCE]} ..."
+    print(f"error: {cut}", file=sys.stderr)
     sys.exit(2)

@@ -170,7 +170,7 @@ class ModelConfig:
     A block's own options follow its name: --model.mlp moe:n_experts=8:balance_loss=0.1. In place of
     a name, FILE.py:CLASS takes a custom block."""
 
-    n_layers: Annotated[int, Between(1, 10_000)] = 3
+    n_layers: Annotated[int, Between(1, 256)] = 3
     """Blocks in the stack."""
 
     n_heads: Annotated[int, Between(1, 10_000)] = 2

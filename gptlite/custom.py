@@ -10,9 +10,10 @@ import contextlib
 import dataclasses
 import importlib
 import inspect
+import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from gptlite.config import (
@@ -27,6 +28,7 @@ from gptlite.config import (
     require,
     split_options,
 )
+from gptlite.files import read_json
 
 
 def custom_blocks(config: ModelConfig) -> dict[str, str]:
@@ -99,20 +101,44 @@ def custom_sources(config: ModelConfig) -> dict[str, bytes]:
     return found
 
 
+def _is_run(folder: Path) -> bool:
+    try:
+        return {"data", "model", "training"} <= read_json(folder / "config.json").keys()
+    except (OSError, ValueError):
+        return False
+
+
+@contextlib.contextmanager
+def _source_only() -> Iterator[None]:
+    """Imports inside neither read nor write compiled files, which need not be of the source beside
+    them."""
+    before = sys.pycache_prefix, sys.dont_write_bytecode
+    sys.pycache_prefix, sys.dont_write_bytecode = os.devnull, True
+    try:
+        yield
+    finally:
+        sys.pycache_prefix, sys.dont_write_bytecode = before
+
+
 def load_class(name: str) -> type:
     """The class `FILE.py:CLASS`. Executes the file.
 
     **Raises:** `UserError` if that fails, there is no such class, or the file is in a run's folder,
-    which may come from a stranger: Python would execute other files there, such as compiled ones.
+    which may come from a stranger: the file could import others that lie beside it.
     """
     import jaxtyping
 
     file, _, cls = name.rpartition(":")
-    path = Path(file).resolve()
-    require(path.is_file(), f"There is no file {file} with the class {cls}.")
-    for folder in path.parents:
+    try:
+        path = Path(file).resolve()
+        found = path.is_file()
+    except (OSError, RuntimeError):  # a name that is too long, a loop of links
+        path, found = Path(), False
+    require(found, f"There is no file {file} with the class {cls}.")
+    # As typed, too: in a run, a link may lead out of it.
+    for folder in (*path.parents, *Path(file).absolute().parents):
         require(
-            not ((folder / "config.json").exists() and (folder / "tokenizer.json").exists()),
+            not _is_run(folder),
             f"{file} is in the folder of a run, from which nothing is executed: read it, and copy "
             "it to another folder.",
         )
@@ -122,7 +148,8 @@ def load_class(name: str) -> type:
         sys.path.insert(0, str(path.parent))
         try:
             # Its annotations are checked as the package's are.
-            with jaxtyping.install_import_hook(stem, "gptlite.typecheck.typechecker"):
+            hook = jaxtyping.install_import_hook(stem, "gptlite.typecheck.typechecker")
+            with hook, _source_only():
                 module = importlib.import_module(stem)
         except Exception as error:
             sys.modules.pop(stem, None)

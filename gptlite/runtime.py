@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from gptlite.config import MeshConfig, TrainingConfig
+from gptlite.config import MeshConfig, TrainingConfig, UserError
 
 
 def usable_cpu_devices(training: TrainingConfig, mesh: MeshConfig) -> int:
@@ -45,6 +45,16 @@ def free_memory() -> int:
     if stats is not None and "bytes_limit" in stats:
         return jax.device_count() * (stats["bytes_limit"] - stats.get("bytes_in_use", 0))
     return min([*_free_in_machine(), *free_in_container()], default=2**33)
+
+
+def require_memory(what: str, needed: int) -> None:
+    """**Raises:** `UserError` if `what`, of so many bytes, does not fit into memory. (Linux would
+    grant the memory, and end the process when it is used.)"""
+    if needed > 2**26 and needed > (free := free_memory()):
+        raise UserError(
+            f"{what} takes {needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are free: use a "
+            "smaller model, or less at once."
+        )
 
 
 def _free_in_machine() -> Iterator[int]:

@@ -23,7 +23,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Array
 
 from gptlite.config import UserError
-from gptlite.pytrees import is_stacked, path_name
+from gptlite.pytrees import is_array, is_stacked, path_name
 
 T = TypeVar("T")
 
@@ -123,17 +123,13 @@ def local(tree: T) -> T:
     return jax.tree.map(lambda x: x.addressable_data(0) if isinstance(x, jax.Array) else x, tree)
 
 
-def skeleton(tree: T) -> T:
-    """`tree` with the shapes, dtypes and shardings of its arrays in place of the arrays."""
+def skeleton(tree: T, mesh: Mesh) -> T:
+    """`place`, with the shapes, dtypes and shardings of arrays in place of the arrays."""
 
-    return jax.tree.map(
-        lambda x: (
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-            if isinstance(x, jax.Array)
-            else x
-        ),
-        tree,
-    )
+    def shape(x, sharding):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return _shard(tree, mesh, shape)
 
 
 # The functions below are for code that is compiled for the mesh that `jax.set_mesh` sets.
@@ -216,11 +212,11 @@ def _mesh() -> Any:
     return mesh if math.prod(mesh.shape[axis] for axis in AXES) > 1 else None
 
 
-def _shard(tree: T, mesh: Any, put: Callable[[Array, NamedSharding], Array]) -> T:
-    """`tree` with `put(array, sharding)` in place of each array."""
+def _shard(tree: T, mesh: Any, put: Callable[[Any, NamedSharding], Any]) -> T:
+    """`tree` with `put(array, sharding)` in place of each array, or shape of an array."""
 
     def of(path, leaf):
-        if not eqx.is_array(leaf):
+        if not is_array(leaf):
             return leaf
         return put(leaf, NamedSharding(mesh, parameter_spec(path_name(path), leaf.shape, mesh)))
 

@@ -1,6 +1,7 @@
 """Blocks from a user's own file: named, loaded, kept out of what a run may execute."""
 
 import dataclasses
+import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from conftest import TINY, VOCAB
@@ -184,16 +186,47 @@ def test_what_cannot_be_loaded_is_said(file, name, words):
 
 @pytest.mark.parametrize("folder", ["mine/custom", "mine/custom/deeper", "mine"])
 def test_nothing_in_the_folder_of_a_run_is_executed(file, tmp_path, folder):
+    """Whatever the run has besides its config, and whatever links lead into it or out of it."""
     (tmp_path / folder).mkdir(parents=True)
     copy = tmp_path / folder / file
     copy.write_text(SOURCE)
-    (tmp_path / "mine" / "config.json").touch()
-    (tmp_path / "mine" / "tokenizer.json").touch()
+    save_config(Config(), tmp_path / "mine" / "config.json")
     (tmp_path / "link.py").symlink_to(copy)
-    for name in (copy, "link.py"):
+    (tmp_path / folder / "out.py").symlink_to(tmp_path / file)
+    (tmp_path / "mine" / "folder").symlink_to(tmp_path)
+    for name in (copy, "link.py", f"{folder}/out.py", f"mine/folder/{file}"):
         with pytest.raises(UserError, match="in the folder of a run, from which nothing is exec"):
             load_custom(config_with(mlp=f"{name}:Twice").model)
     assert not list(tmp_path.rglob("executed"))
+
+
+def test_a_compiled_file_beside_the_source_is_not_executed(file, tmp_path, monkeypatch):
+    """Its name is known, and with a flag Python does not compare it with the source."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    stem = file.removesuffix(".py")
+    Path(file).write_text("open('planted', 'w')")
+    sys.path.insert(0, str(tmp_path))
+    with jaxtyping.install_import_hook(stem, "gptlite.typecheck.typechecker"):
+        importlib.import_module(stem)
+    sys.path.remove(str(tmp_path))
+    forget(stem)
+    Path("planted").unlink()
+    Path(file).write_text(SOURCE)
+    (compiled,) = Path("__pycache__").glob(f"{stem}.*.pyc")
+    content = bytearray(compiled.read_bytes())
+    content[4] = 1  # PEP 552: a hash that is not checked
+    compiled.write_bytes(content)
+    load_custom(config_with(mlp=f"{file}:Twice").model)
+    assert not Path("planted").exists()
+    assert compiled.read_bytes() == content
+
+
+@pytest.mark.parametrize("name", ["a" * 300 + ".py", "loop.py", "absent.py"])
+def test_a_path_that_leads_nowhere_is_refused(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("loop.py").symlink_to("loop.py")
+    with pytest.raises(UserError, match=r"There is no file .* with the class X"):
+        load_custom(config_with(mlp=f"{name}:X").model)
 
 
 def test_a_class_with_another_signature_is_refused(file):

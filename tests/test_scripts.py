@@ -249,6 +249,25 @@ def test_ctrl_c_and_a_reader_that_has_gone_end_quietly(monkeypatch, capfd):
     assert done.returncode == 141
 
 
+@pytest.mark.parametrize("streams", [">&-", "2>&-", ">/dev/full", ">&- 2>&-"])
+@pytest.mark.parametrize("words", ["--prompt The --max-new-tokens 3", "--help"])
+def test_standard_output_may_be_closed_or_full(place, words, streams):
+    done = subprocess.run(
+        f"{sys.executable} {ROOT}/sample.py {words} {streams}",
+        shell=True, cwd=place, capture_output=True, text=True,
+    )  # fmt: skip
+    full = "full" in streams
+    assert done.returncode == (2 if full else 0)
+    assert done.stderr == ("error: [Errno 28] No space left on device.\n" if full else "")
+    assert (done.stdout != "") == (streams == "2>&-")
+
+
+def test_a_long_message_is_cut(capsys):
+    with pytest.raises(SystemExit), exit_on_error():
+        raise UserError("x" * 10**6)
+    assert len(capsys.readouterr().err) < 5000
+
+
 def run_main(script, argv, monkeypatch, capsys) -> tuple[object, str]:
     """Exit code and standard error of a script's main, in this process."""
     monkeypatch.setattr(sys, "argv", [script.__name__ + ".py", *argv])

@@ -20,13 +20,17 @@ from gptlite.generation.sampling import sample
 from gptlite.models.gpt import GPT
 from gptlite.nn.cache import Cache, read_at
 from gptlite.nn.context import PerSequence
-from gptlite.runtime import free_memory
+from gptlite.runtime import require_memory
 
 # Tokens generated in one compiled call: few enough to stream smoothly, enough to hide the call.
 TOKENS_PER_CALL = 32
 
 # The minimum padded length of a prompt.
 MIN_PREFILL = 16
+# Tokens of a text that are read at once: attention's scores are [heads, tokens, capacity].
+MAX_PREFILL = 512
+# Copies of the cache in memory: before and after a call, and inside it.
+CACHE_COPIES = 3
 
 
 class GenerationState(eqx.Module):
@@ -92,10 +96,11 @@ def stream(
             f"lengths must be at most {longest}, the width of prompt, got {tokens}.",
         )
     config = SamplingConfig() if config is None else config
-    # Powers of two, so that prompts of all lengths share a few programs.
-    room = min(context, max(MIN_PREFILL, _power_of_two(longest)))
-    capacity = min(context, max(room, _power_of_two(longest + max_new_tokens)))
-    _check_memory(model, len(prompt), capacity)
+    room = _room(longest, context)
+    capacity = max(room, _room(longest + max_new_tokens, context))
+    cache = eqx.filter_eval_shape(lambda m: m.init_cache((len(prompt),), capacity=capacity), model)
+    needed = CACHE_COPIES * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+    require_memory(f"To generate {len(prompt)} texts of {capacity:,} tokens", needed)
     padded = jnp.zeros((len(prompt), room), jnp.int32).at[:, :longest].set(prompt[:, :room])
     model = model.unstacked()
     state = _prefill(model, padded, jnp.asarray(length), capacity)
@@ -110,23 +115,11 @@ def stream(
         left, length = left - count, length + count
 
 
-def _power_of_two(tokens: int) -> int:
-    """The smallest power of two that is at least `tokens`."""
-    return 1 << (tokens - 1).bit_length()
-
-
-def _check_memory(model: GPT, batch: int, capacity: int) -> None:
-    """**Raises:** `UserError` if the cache does not fit into memory. (Linux would grant the memory
-    and end the process when it is used.)"""
-    if batch * capacity < 2**16:  # smaller than the weights of such a model
-        return
-    cache = eqx.filter_eval_shape(lambda m: m.init_cache((batch,), capacity=capacity), model)
-    needed, free = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)), free_memory()
-    require(
-        needed <= free,
-        f"The cache of {batch} texts of {capacity:,} tokens takes {needed / 2**30:,.1f} GiB, and "
-        f"{free / 2**30:,.1f} GiB are free: generate fewer tokens or fewer texts at once.",
-    )
+def _room(tokens: int, context: int) -> int:
+    """Places for `tokens` tokens, or for a whole context. Powers of two, so that texts of all
+    lengths share a few programs, up to the context, or the next multiple of `MAX_PREFILL`."""
+    room = min(context, max(MIN_PREFILL, 1 << (tokens - 1).bit_length()))
+    return room if room <= MAX_PREFILL else -(-room // MAX_PREFILL) * MAX_PREFILL
 
 
 @eqx.filter_jit
@@ -134,21 +127,47 @@ def _prefill(
     model: GPT, padded: Int[Array, "batch room"], length: PerSequence, capacity: int
 ) -> GenerationState:
     padded, length = drop_single(padded), length[0] if length.shape == (1,) else length
-    empty = model.init_cache(padded.shape[:-1], capacity=capacity)
-    hidden, cache = model.extend(padded, empty, length)
-    logits = model.logits(read_at(hidden, length - 1, 1, axis=-2))
+    hidden, cache = _read(model, padded, length, capacity)
+    logits = model.logits(hidden)
     return GenerationState(logits.reshape(-1, model.vocab_size), cache, jnp.zeros((), jnp.int32))
+
+
+def _read(
+    model: GPT, ids: Int[Array, "*batch room"], length: PerSequence, capacity: int
+) -> tuple[Float[Array, "*batch 1 d_model"], Cache]:
+    """The hidden state of the last of `length` tokens, and the cache with all of them."""
+    cache = model.init_cache(ids.shape[:-1], capacity=capacity)
+    if ids.shape[-1] <= MAX_PREFILL:
+        hidden, cache = model.extend(ids, cache, length)
+        return read_at(hidden, length - 1, 1, axis=-2), cache
+
+    def part(carry, part):
+        cache, last = carry
+        ids, start = part
+        # A text that has ended adds nothing. What is written after it is padding.
+        here = jnp.clip(length - start, 0, MAX_PREFILL)
+        hidden, cache = model.extend(ids, cache, here)
+        new = read_at(hidden, jnp.maximum(here - 1, 0), 1, axis=-2)
+        return (cache, jnp.where((here > 0)[..., None, None], new, last)), None
+
+    parts = jnp.moveaxis(ids.reshape(*ids.shape[:-1], -1, MAX_PREFILL), -2, 0)
+    starts = MAX_PREFILL * jnp.arange(len(parts))
+    cache = eqx.tree_at(lambda c: c.length, cache, jnp.zeros_like(length))
+    blank = jnp.zeros((*ids.shape[:-1], 1, model.config.d_model), model.embedding.weight.dtype)
+    (cache, last), _ = lax.scan(part, (cache, blank), (parts, starts))
+    return last, cache
 
 
 @eqx.filter_jit
 def _drop_first_half(model: GPT, state: GenerationState) -> GenerationState:
     """Drop the first half of the texts whose context is full. This is not in `_decode`'s loop,
     because a condition there would copy the cache at every token."""
-    context, cache = model.config.context_length, state.cache
+    context, cache, back = model.config.context_length, state.cache, len(model.previous)
     half = context // 2
-    window = jnp.roll(cache.ids[..., -context:], half - context, axis=-1)
-    batch = window.shape[:-1]
-    _, new = model.extend(window, model.init_cache(batch), jnp.asarray(half))
+    ids = cache.ids[..., back:]
+    batch, capacity = ids.shape[:-1], ids.shape[-1]
+    window = jnp.roll(ids, half - context, axis=-1)[..., : _room(half, context)]
+    _, new = _read(model, window, jnp.asarray(half), capacity)
     full = cache.length == context
     if full.ndim:
 

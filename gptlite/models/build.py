@@ -183,17 +183,11 @@ def _moe(
 def _relative(
     config,
     *,
-    buckets: Annotated[int, Between(4, 10_000)] = 32,
+    buckets: Annotated[int, Between(2, 10_000)] = 32,
     max_distance: Count = 128,
     causal=True,
     key,
 ):
-    near = buckets // 2 if causal else buckets // 4  # as in RelativeBias
-    if max_distance <= near:
-        raise UserError(
-            f"max_distance in model.positions relative must be above {near}, for {buckets} "
-            f"buckets, got {max_distance}."
-        )
     return RelativeBias(
         config.n_heads,
         buckets=buckets,

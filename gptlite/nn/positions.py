@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from gptlite.config import UserError
 from gptlite.nn.context import Start
 from gptlite.nn.embedding import Embedding
 
@@ -111,7 +112,7 @@ class RelativeBias(eqx.Module):
 
     Raffel et al. share the table between layers; here each layer has its own.
 
-    **Raises:** `ValueError` if `buckets` or `max_distance` is too small.
+    **Raises:** `UserError` if `buckets` or `max_distance` is too small.
 
     Validation loss against rotary: +0.066 ± 0.012 nats per token (benchmarks/blocks.md).
     """
@@ -131,9 +132,10 @@ class RelativeBias(eqx.Module):
     ):
         near = buckets // (4 if bidirectional else 2)
         if not 1 <= near < max_distance:
-            raise ValueError(
-                f"buckets must be at least {4 if bidirectional else 2}, and max_distance above the "
-                f"{near} distances with a bucket of their own, got {buckets} and {max_distance}."
+            raise UserError(
+                f"The buckets of relative positions must be at least {4 if bidirectional else 2}, "
+                f"and max_distance above the {near} distances with a bucket of their own, got "
+                f"{buckets} and {max_distance}."
             )
         self.table = Embedding(buckets, n_heads, std=0.02, key=key)
         self.max_distance = max_distance

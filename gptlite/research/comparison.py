@@ -17,7 +17,7 @@ import jax
 
 from gptlite.config import MAX_INT32, Config, UserError
 from gptlite.custom import custom_sources
-from gptlite.files import read_json, write_json
+from gptlite.files import is_plausible, read_json, write_json
 from gptlite.models.gpt import make_model
 from gptlite.models.summary import activation_bytes, count_parameters, flops_per_token
 from gptlite.research.seeds import SeedsProgress, fit_seeds
@@ -28,6 +28,8 @@ from gptlite.text.tokens import Split
 
 # Interleaved dispatches that time a variant against the base.
 TIMED_DISPATCHES = 5
+# Bytes of a variant's file, with all its seeds and evaluations.
+MAX_RECORD = 2**28
 # Share of the free memory that seeds may fill together.
 MEMORY_SHARE = 0.6
 
@@ -153,7 +155,7 @@ class Comparison:
             empty = {"steps": None, "evaluated_at": [], "curves": {}, "seconds": {}}
             return {"settings": settings, **empty}
         try:
-            kept = read_json(path)
+            kept = read_json(path, MAX_RECORD)
             _check_record(kept)
         except (OSError, ValueError) as error:
             raise UserError(f"{path} is damaged: {error}. Delete it to train it again.") from error
@@ -242,7 +244,7 @@ def _check_record(kept: dict[str, Any]) -> None:
         return (
             type(values) is list
             and len(values) == length
-            and all(x is None or type(x) is float for x in values)
+            and all(x is None or is_plausible(x) for x in values)
         )
 
     settings, steps, evaluated_at, curves, seconds = (
@@ -263,7 +265,7 @@ def _check_record(kept: dict[str, Any]) -> None:
     elif (
         type(seconds) is not dict
         or seconds.keys() != curves.keys()
-        or not all(type(value) is float for value in seconds.values())
+        or not all(map(is_plausible, seconds.values()))
     ):
         wrong = "seconds"
     else:

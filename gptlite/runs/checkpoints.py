@@ -13,7 +13,6 @@ import functools
 import hashlib
 import json
 import logging
-import math
 import os
 import re
 import sys
@@ -26,6 +25,7 @@ import jax
 import numpy as np
 
 from gptlite.config import UserError, check_value, require
+from gptlite.files import is_plausible
 from gptlite.runs.weights import check_shapes, fill, named_arrays, named_leaves
 from gptlite.training.fit import Position
 from gptlite.training.step import TrainState
@@ -120,6 +120,14 @@ class Checkpoints:
         with _as_user_error(path, "read"):
             found = self._manager.item_metadata(step)["state"].tree
         check_shapes(skeleton, dict(found), f"The arrays of {path}")
+        for name, array in dict(found).items():
+            # A small file may hold a chunk that fills the memory when it is unpacked.
+            chunk = array.storage.chunk_shape
+            require(
+                all(0 < c <= max(n, 1) for c, n in zip(chunk, array.shape, strict=True)),
+                f"The checkpoint {path} is damaged: {name}, {list(array.shape)}, is in chunks of "
+                f"{list(chunk)}.",
+            )
         shapes = {
             name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
             for name, x in named_leaves(skeleton).items()
@@ -177,11 +185,23 @@ def _record(fields: dict[str, Any]) -> Record:
         check_value(f"last.{name}", value, float | None)
     record = Record(position=Position(**position), **fields)
     numbers = (record.seconds, position["step_seconds"], *position["losses"], *last.values())
-    require(all(x is None or math.isfinite(x) for x in numbers), "a number is not finite.")
     require(
-        "val_loss" not in last or all(last.get(x) for x in ("step", "tokens", "step_seconds")),
+        all(x is None or is_plausible(x) for x in numbers), "a number is not finite, or too large."
+    )
+    require(
+        record.seconds >= 0 <= record.position.skipped <= record.position.step,
+        "a number is negative, or more updates were skipped than made.",
+    )
+    require(
+        "val_loss" not in last
+        or (
+            (last["val_loss"] is not None and last.get("step") and last.get("tokens"))
+            and (last.get("step_seconds") or 0) > 1e-9
+        ),
         "its last line of metrics is not complete.",
     )
+    devices = record.devices
+    require(devices.isprintable() and len(devices) < 200, f"its devices are {devices[:200]!r}.")
     return record
 
 

@@ -21,7 +21,9 @@ def new_run(name: str) -> Path:
 def check_free(path: Path, *, overwrite: bool) -> None:
     """**Raises:** `UserError` if a new run may not be put at `path`."""
     try:
-        exists = path.exists()
+        exists, is_run = path.exists(), (path / "config.json").is_file()
+    except PermissionError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
     except OSError as error:  # a name that is too long to be one
         raise UserError(f"A run cannot be named {path.name!r}: {error.strerror}.") from error
     if not exists:
@@ -31,7 +33,7 @@ def check_free(path: Path, *, overwrite: bool) -> None:
             f"There is a run at {path} already: choose another name with --run, or replace it "
             "with --overwrite."
         )
-    if not (path / "config.json").is_file():
+    if not is_run:
         raise UserError(f"{path} is not a run (it has no config.json), so it is not overwritten.")
 
 

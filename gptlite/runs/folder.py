@@ -20,20 +20,27 @@ import json
 import math
 import os
 import shlex
-import shutil
 import stat
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 from filelock import AcquireReturnProxy
 
-from gptlite.config import Config, UserError, check_value
+from gptlite.config import Config, UserError, require
 from gptlite.custom import custom_arguments
-from gptlite.files import lock, read_bounded, sync, write_atomically, write_json
+from gptlite.files import (
+    is_plausible,
+    lock,
+    open_regular,
+    remove,
+    sync,
+    write_atomically,
+    write_json,
+)
 from gptlite.progress import log
 from gptlite.runs.checkpoints import Checkpoint, Checkpoints, Record, list_steps
 from gptlite.runs.find import check_free
@@ -55,8 +62,8 @@ from gptlite.text.tokenizer import Tokenizer, decode
 from gptlite.training.fit import DivergenceError, Progress
 from gptlite.training.step import TrainState
 
-# Bytes of `metrics.jsonl`: a million lines.
-MAX_METRICS = 2**28
+# Bytes of a line of `metrics.jsonl`.
+MAX_LINE = 2**12
 
 
 class RunFolder:
@@ -97,9 +104,9 @@ class RunFolder:
         # spellings of the path share one lock.
         if self._lock is not None:
             return
-        path = self.path.resolve()
         busy = f"The run {self.path} is being trained by another process: wait for it, or stop it."
         with self._writing():
+            path = self.path.resolve()
             self._lock = lock(path.with_name(f".{path.name}.lock"), busy)
 
     def create(
@@ -118,7 +125,7 @@ class RunFolder:
         with self._writing():
             try:
                 for leftover in (new, old):
-                    shutil.rmtree(leftover, ignore_errors=True)
+                    remove(leftover)
                 new.mkdir()
                 save_config(config, new / "config.json")
                 write_json(new / "tokenizer.json", tokenizer.to_json())
@@ -128,7 +135,7 @@ class RunFolder:
                 new.rename(self.path)
             finally:
                 for leftover in (new, old):
-                    shutil.rmtree(leftover, ignore_errors=True)
+                    remove(leftover)
         self._start(config, corpus_sha256, seconds=0.0)
 
     def open(self) -> None:
@@ -138,14 +145,17 @@ class RunFolder:
         anything but folders and regular files in it: a link could lead out of it.
         """
         self.lock()
-        for folder, folders, files in os.walk(self.path):
+
+        def fail(error: OSError) -> NoReturn:
+            raise UserError(f"The run {self.path} cannot be read: {error}.") from error
+
+        for folder, folders, files in os.walk(self.path, onerror=fail):
             for entry in (Path(folder, name) for name in (*folders, *files)):
                 mode = entry.lstat().st_mode
-                if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-                    raise UserError(
-                        f"{entry} is a link or no regular file. A run with such files is not "
-                        "resumed."
-                    )
+                require(
+                    stat.S_ISREG(mode) or stat.S_ISDIR(mode),
+                    f"{entry} is a link or no regular file. A run with such files is not resumed.",
+                )
         if not list_steps(self.path / "checkpoints"):
             raise UserError(
                 f"There is no checkpoint in {self.path} yet. Start the run again, with --overwrite."
@@ -233,15 +243,22 @@ class RunFolder:
         checkpoint.rename(target)
 
     def _truncate_metrics(self, step: int) -> None:
-        """Remove from `metrics.jsonl` the lines after `step`, and what is no line of metrics."""
+        """Remove from `metrics.jsonl` the lines after `step`, and what is no line of metrics. The
+        file is always a new one, because the old one may have other names, outside of the run."""
         path = self.path / "metrics.jsonl"
         if not path.exists():
             log(f"{path} is missing. A new one is started.")
             return
-        lines = read_bounded(path, MAX_METRICS).splitlines(keepends=True)
-        kept = [line for line in lines if 0 < _step_of(line) <= step]
-        if kept != lines:
-            write_atomically(path, b"".join(kept))
+
+        def kept() -> Iterator[bytes]:
+            last = 0
+            with open_regular(path) as file:
+                while line := file.readline(MAX_LINE):
+                    if last < _step_of(line) <= step:
+                        last = _step_of(line)
+                        yield line
+
+        write_atomically(path, kept())
 
     def log_metrics(self, progress: Progress, val_loss: float | None) -> None:
         """Add a line to `metrics.jsonl`."""
@@ -349,10 +366,13 @@ class RunFolder:
         words = ["python", "train.py", "--resume", str(self.path), *named, *options]
         return f"To resume from step {steps[0]}:\n    {shlex.join(words)}"
 
-    def metrics(self) -> list[dict[str, Any]]:
-        """The lines of `metrics.jsonl`."""
-        lines = read_bounded(self.path / "metrics.jsonl", MAX_METRICS).splitlines()
-        return [json.loads(line) for line in lines]
+    def curves(self) -> list[dict[str, Any]]:
+        """The steps and losses of `metrics.jsonl`."""
+        names = ("step", "train_loss", "val_loss")
+        with open_regular(self.path / "metrics.jsonl") as file:
+            return [
+                {name: x for name, x in json.loads(line).items() if name in names} for line in file
+            ]
 
     def save_result(self, result: dict[str, Any]) -> None:
         """Write `result.json`."""
@@ -389,12 +409,12 @@ def _step_of(line: bytes) -> int:
     """The step of a line of metrics; 0 for anything else."""
     try:
         record = json.loads(line)
-        step = record["step"]
-        check_value("train_loss", record["train_loss"], float | None)
-        check_value("val_loss", record.get("val_loss", 0.0), float)
+        step, train_loss = record["step"], record["train_loss"]
+        val_loss = record.get("val_loss", 0.0)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return 0
-    return step if type(step) is int and line.endswith(b"\n") else 0
+    right = (train_loss is None or is_plausible(train_loss)) and is_plausible(val_loss)
+    return step if right and type(step) is int and line.endswith(b"\n") else 0
 
 
 def _devices(config: Config) -> str:

@@ -15,11 +15,15 @@ from jaxtyping import PyTree
 from safetensors import SafetensorError
 
 from gptlite.config import UserError
-from gptlite.files import read_bounded, write_atomically
+from gptlite.files import is_plausible, read_bounded, write_atomically
 from gptlite.models.gpt import GPT
 from gptlite.pytrees import is_array, path_name
+from gptlite.runtime import require_memory
 
 T = TypeVar("T")
+
+# Copies of the weights in memory while they are loaded: the file, the arrays in it, JAX's arrays.
+LOADING = 3
 
 # Bytes that a file of weights may have besides the numbers, in all and for each array.
 HEADER, HEADER_PER_ARRAY = 2**16, 2**10
@@ -100,10 +104,10 @@ def read_evaluated(path: Path) -> Evaluated | None:
     try:
         with safetensors.safe_open(path, "numpy") as file:
             found = json.loads((file.metadata() or {})["evaluated"])
-        evaluated = Evaluated(int(found["step"]), float(found["val_loss"]))
+        step, val_loss = found["step"], found["val_loss"]
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError):
         return None
-    return evaluated if math.isfinite(evaluated.val_loss) else None
+    return Evaluated(step, val_loss) if type(step) is int and is_plausible(val_loss) else None
 
 
 def load_weights(path: Path, skeleton: GPT) -> GPT:
@@ -112,6 +116,7 @@ def load_weights(path: Path, skeleton: GPT) -> GPT:
     **Raises:** `UserError` if the file is no safetensors file, or its names, shapes or dtypes are
     not the skeleton's.
     """
+    require_memory(f"Loading {path}", LOADING * size_of(skeleton))
     most = size_of(skeleton) + HEADER + HEADER_PER_ARRAY * len(named_leaves(skeleton))
     try:
         content = read_bounded(path, most)

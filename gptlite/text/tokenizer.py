@@ -12,11 +12,24 @@ import numpy as np
 import tiktoken
 from jaxtyping import Integer
 
-from gptlite.config import UserError
+from gptlite.config import UserError, require
 from gptlite.text.corpus import code_points
 
 # A letter before a space and another letter; a line's end after something, before a letter.
 _BETWEEN_WORDS = re.compile(r"[A-Za-z](?= [A-Za-z])|\S\n(?=[A-Za-z])")
+
+# How tiktoken's encodings split a text before they look up tokens: gpt2, r50k, p50k; cl100k; o200k.
+# A pattern of a stranger could take any time, or end the process, or split where `boundary` cuts.
+PATTERNS = (
+    r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|"
+    r"\s++$|\s*[\r\n]|\s+(?!\S)|\s",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 
 Ids = Integer[np.ndarray, " tokens"]
 
@@ -126,9 +139,13 @@ class ByteTokenizer:
 
 
 class TiktokenTokenizer:
-    """One of tiktoken's byte-pair encodings. A special token's text is encoded as plain text."""
+    """One of tiktoken's byte-pair encodings. A special token's text is encoded as plain text.
+
+    **Raises:** `UserError` if it splits a text by none of `PATTERNS`.
+    """
 
     def __init__(self, encoding: tiktoken.Encoding):
+        _check_pattern(encoding._pat_str)
         self._encoding = encoding
 
     @property
@@ -141,14 +158,7 @@ class TiktokenTokenizer:
         return -(-self.vocab_size // 64) * 64
 
     def encode(self, text: str) -> Ids:
-        try:
-            return np.array(self._encoding.encode_ordinary(text), np.int32)
-        except BaseException as error:
-            # What tiktoken's Rust code raises, for example for a split pattern from a stranger that
-            # gives up on this text, is no Exception.
-            if type(error).__name__ != "PanicException":
-                raise
-            raise UserError(f"The tokenizer cannot encode this text: {error}.") from error
+        return np.array(self._encoding.encode_ordinary(text), np.int32)
 
     def boundary(self, text: str) -> int:
         # Every encoding splits before a space between letters, and between a newline and a letter.
@@ -219,6 +229,7 @@ def tokenizer_from_json(record: Any) -> Tokenizer:
             } if not rest:  # fmt: skip
                 mergeable_ranks = {base64.b64decode(t): rank for t, rank in ranks.items()}
                 _check_ranks(mergeable_ranks, special_tokens)
+                _check_pattern(pattern)
                 return TiktokenTokenizer(
                     tiktoken.Encoding(
                         name,
@@ -232,6 +243,14 @@ def tokenizer_from_json(record: Any) -> Tokenizer:
     raise UserError(f"This is not a tokenizer of gptlite: {str(record)[:100]}.")
 
 
+def _check_pattern(pattern: str) -> None:
+    """**Raises:** `UserError` if `pattern` is not in `PATTERNS`."""
+    require(
+        pattern in PATTERNS,
+        f"The tokenizer splits a text by a pattern that gptlite does not know: {pattern[:200]!r}.",
+    )
+
+
 def _check_ranks(ranks: dict[bytes, Any], special_tokens: dict[str, Any]) -> None:
     """What tiktoken's Rust code takes for granted.
 
@@ -241,7 +260,7 @@ def _check_ranks(ranks: dict[bytes, Any], special_tokens: dict[str, Any]) -> Non
     # A few ids may be unused. Each below the largest one gets a row of the embedding.
     most = 2 * len(ids)
     if not all(type(i) is int and 0 <= i < most for i in ids):
-        raise ValueError(f"ids must be integers from 0 to {most}")
+        raise ValueError(f"ids must be integers from 0 to {most - 1}")
     if len(set(ids)) < len(ids):
         raise ValueError("two tokens have the same id")
     if not all(bytes([byte]) in ranks for byte in range(256)):

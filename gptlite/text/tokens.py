@@ -67,7 +67,6 @@ def split_corpus(
     key = hashlib.sha256(json.dumps(spec).encode("ascii")).hexdigest()[:32]
     path, meta = folder / f"{key}.ids", folder / f"{key}.json"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         # One process writes, the others wait for it.
         with _locked(folder / f".{key}.lock"):
             split = _mapped(path, meta, tokenizer)

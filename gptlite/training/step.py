@@ -20,6 +20,7 @@ from gptlite.sharding import (
     place,
     place_batches,
     place_seeds,
+    skeleton,
 )
 from gptlite.training.loss import window_losses
 from gptlite.training.optimizer import is_parameter, make_optimizer, make_schedule
@@ -120,6 +121,16 @@ class TrainSteps:
         return put(
             TrainState(model, optimizer_state, jnp.zeros(self._seeds.shape, jnp.int32)), self.mesh
         )
+
+    def skeleton(self, model: Any) -> TrainState:
+        """The shapes, dtypes and shardings of `init(model)`, where `model` may be
+        `eqx.filter_eval_shape` of one. Computes nothing."""
+
+        def init(model):
+            optimizer_state = self._optimizer.init(eqx.filter(model, self._trainable))
+            return TrainState(model, optimizer_state, jnp.zeros((), jnp.int32))
+
+        return skeleton(eqx.filter_eval_shape(init, model), self.mesh)
 
     def __call__(
         self, state: TrainState, batches: PyTree[Shaped[np.ndarray, "steps ..."]], count: int

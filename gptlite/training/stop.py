@@ -8,14 +8,16 @@ import threading
 
 class Stop:
     """A context manager. Inside, the first of these signals sets a flag, so that the loop can end
-    after the next dispatch; the second ends the process at once. Signals that were ignored
+    after the next dispatch; the second does what it would do outside: so the second Ctrl-C raises
+    a `KeyboardInterrupt`. With `exits`, it ends the process at once. Signals that were ignored
     (`nohup`) stay ignored. In another thread than the main one, which gets no signals, it does
     nothing.
 
     Python runs signal handlers between bytecodes, so a handler waits for the dispatch in progress.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, exits: bool = False) -> None:
+        self._exits = exits
         self.signal: int | None = None
         """The number of the signal that asked for a stop."""
 
@@ -45,8 +47,11 @@ class Stop:
             signal.signal(number, handler)
 
     def _set(self, number: int, frame: object) -> None:
-        if self.requested:
+        if self.requested and self._exits:
             os._exit(128 + number)
+        if self.requested:
+            self.__exit__()
+            signal.raise_signal(number)
         self.signal = number
         # Not `print`, because a handler may interrupt one. The terminal may be gone.
         with contextlib.suppress(OSError):

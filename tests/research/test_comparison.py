@@ -216,8 +216,9 @@ def test_the_command_line():
         ("--vary model.norm=rsm", "must be one of rms, layer, dyt"),
         ("--vary model.nrom=rms", "--model.nrom"),
         ("--vary model.norm=dyt --seeds 0", "seeds must be at least 1"),
-        ("--vary model.norm=dyt --name a/b", "--name takes the name of a folder, got 'a/b'"),
-        ("--vary model.norm=dyt --name \x1b[2J", r"takes the name of a folder, got '\x1b[2J'"),
+        ("--vary model.norm=dyt --name a/b", "--name takes the name of a folder, which"),
+        ("--vary model.norm=dyt --name \x1b[2J", "does not begin with a dot, got "),
+        ("--vary model.norm=dyt --name .a", "does not begin with a dot, got '.a'"),
         ("--vary model.norm=dyt --seeds-at-once 0", "seeds_at_once must be at least 1"),
         (
             "--vary training.steps=600 --equal flops",

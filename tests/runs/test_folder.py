@@ -19,6 +19,7 @@ import equinox as eqx
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import tensorstore
 from conftest import TEXT, TINY, drawn
 from soak.kill_loop import metrics as lines
 
@@ -475,6 +476,17 @@ def test_a_run_is_not_overwritten_unasked(copied):
     assert visible(copied.parent) == ["copy"]
 
 
+def test_a_link_to_a_run_is_replaced_again_and_again(copied):
+    link = copied.parent / "link"
+    link.symlink_to(copied)
+    for _ in range(3):
+        with RunFolder(link) as run:
+            run.create(CONFIG, TOKENIZER, "", overwrite=True)
+        assert not link.is_symlink()
+        assert sorted(visible(copied.parent)) == ["copy", "link"]
+    assert (copied / "best.safetensors").exists()
+
+
 def test_a_failed_create_keeps_the_old_run(copied, monkeypatch):
     before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
 
@@ -542,14 +554,26 @@ def test_a_mask_of_minus_infinity_is_kept_and_nan_is_not(tmp_path):
             checkpoints.save(broken, dataclasses.replace(record, position=Position(2)))
 
 
+AT = {"step": 1, "losses": [], "skipped": 0, "step_seconds": 1.0}
+LAST = {"step": 1.0, "tokens": 8.0, "step_seconds": 1.0, "val_loss": 1.0}
+
+
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
         ("seconds", "1", "seconds must be float"),
         ("seconds", math.nan, "a number is not finite"),
+        ("seconds", -1.0, "a number is negative"),
+        ("seconds", 10**400, "a number is not finite, or too large"),
+        ("devices", "2 x cpu\nerror: run this", "its devices are '2 x cpu"),
         ("devices", 3, "devices must be str"),
         ("last", {"step": "../.."}, r"last\.step must be float or None"),
         ("last", {"val_loss": 1.0}, "its last line of metrics is not complete"),
+        ("last", LAST | {"val_loss": None}, "its last line of metrics is not complete"),
+        ("last", LAST | {"step_seconds": 1e-300}, "its last line of metrics is not complete"),
+        ("position", AT | {"skipped": -(10**30)}, "a number is negative"),
+        ("position", AT | {"skipped": 2}, "a number is negative, or more updates were skipped"),
+        ("position", AT | {"losses": [1e308]}, "a number is not finite, or too large"),
         ("position", {"step": True, "losses": []}, "step must be int, got True"),
         ("position", {"losses": ["a"]}, "losses must be float, got 'a'"),
         ("position", [], "position must be dict"),
@@ -570,6 +594,49 @@ def test_a_record_from_a_stranger_has_its_types(tmp_path, field, value, words):
         checkpoints.wait()
         with pytest.raises(UserError, match=f"checkpoints/1 is damaged: {words}"):
             checkpoints.restore(1, skeleton())
+
+
+def test_an_array_in_chunks_larger_than_itself_is_refused(tmp_path):
+    """A small file may hold a chunk that fills the memory when it is unpacked."""
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 2)
+    with contextlib.closing(checkpoints):
+        checkpoints.save(skeleton(), Record(Position(1), 1.0, {}, CORPUS, "2 x cpu"))
+        checkpoints.wait()
+    base = {"driver": "ocdbt", "base": f"file://{tmp_path}/checkpoints/1/state/"}
+    name, store = "model.embedding.weight", tensorstore.KvStore.open(base).result()
+    metadata = json.loads(store.read(f"{name}/.zarray").result().value)
+    array = {"driver": "zarr", "kvstore": base | {"path": f"{name}/"}}
+    content = tensorstore.open(array).result().read().result()
+    metadata["chunks"][0] = 2**16
+    store.delete_range(tensorstore.KvStore.KeyRange(f"{name}/", f"{name}0")).result()
+    bomb = tensorstore.open(array | {"metadata": metadata, "create": True}).result()
+    bomb.write(content).result()
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    with contextlib.closing(checkpoints), pytest.raises(UserError, match=r"in chunks of \[65536,"):
+        checkpoints.restore(1, skeleton())
+
+
+def test_metrics_with_another_name_outside_of_the_run_are_left_alone(copied, finished, tmp_path):
+    """A hard link: a backup, or the work of a stranger."""
+    os.link(copied / "metrics.jsonl", tmp_path / "backup")
+    before = (tmp_path / "backup").read_bytes()
+    with RunFolder(copied) as run:
+        train(run, longer(70), find(run, 70), 70)
+    assert (tmp_path / "backup").read_bytes() == before
+    assert (copied / "metrics.jsonl").read_bytes() != before
+
+
+def test_what_is_no_line_of_metrics_is_removed(copied, finished):
+    whole = (copied / "metrics.jsonl").read_bytes()
+    bad = [b"1\n", b'{"step": 1e999, "train_loss": 1.0}\n', b"x" * 10_000 + b"\n"]
+    bad += [b'{"step": 5, "train_loss": %s}\n' % loss for loss in (b"1e308", b"9" * 400, b"{}")]
+    lines = whole.splitlines(keepends=True)
+    mixed = b"".join([*bad, *lines[:2], *bad, lines[1], *lines[2:], b'{"step": '])
+    (copied / "metrics.jsonl").write_bytes(mixed)
+    with RunFolder(copied) as run:
+        run.resume(find(run, 70), longer(70))
+        assert (copied / "metrics.jsonl").read_bytes() == whole
+        assert run.curves()[-1].keys() == {"step", "train_loss", "val_loss"}
 
 
 def test_a_checkpoint_with_a_huge_file_is_refused(tmp_path):

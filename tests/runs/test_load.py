@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import resource
 import tracemalloc
 from pathlib import Path
 
@@ -180,6 +179,19 @@ def test_weights_know_their_step_and_those_of_other_programs_are_read(tmp_path):
         assert file.metadata() == {"evaluated": '{"step": 7}'}
 
 
+@pytest.mark.parametrize(
+    "found",
+    [
+        *('{"step": 1e999, "val_loss": 1}', '{"step": 1, "val_loss": %s}' % ("9" * 400)),
+        *('{"step": 1, "val_loss": -1e308}', '{"step": true, "val_loss": 1}', "[]", "[" * 10**5),
+    ],
+)
+def test_what_a_stranger_says_of_his_weights_is_checked(found, tmp_path):
+    weights = safetensors.numpy.save({"a": np.ones(1)}, {"evaluated": found})
+    (tmp_path / "x").write_bytes(weights)
+    assert read_evaluated(tmp_path / "x") is None
+
+
 def header(length: int, entry: dict) -> bytes:
     text = json.dumps({"norm.weight": entry}).encode()
     return (length or len(text)).to_bytes(8, "little") + text + bytes(64)
@@ -204,13 +216,11 @@ def test_weights_that_claim_absurd_sizes_allocate_nothing(run, content):
 
 
 def test_a_config_of_absurd_sizes_allocates_nothing(run):
-    sizes = {"n_layers": 1000, "d_model": 1_000_000, "context_length": 10_000_000}
+    sizes = {"n_layers": 200, "d_model": 1_000_000, "context_length": 10_000_000}
     config = dataclasses.replace(CONFIG, model=dataclasses.replace(TINY, **sizes))
-    save_config(config, run / "config.json")  # 12,000 TB of parameters
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(UserError, match=r"embedding\.weight is float32"):
+    save_config(config, run / "config.json")  # 2,400 TB of parameters
+    with pytest.raises(UserError, match=r"Loading .* takes 2\d,\d+,\d+\.\d GiB, and"):
         load_run(run)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # kilobytes
 
 
 HOSTILE = {
@@ -227,16 +237,7 @@ HOSTILE = {
 def test_only_regular_files_of_a_plausible_size_are_read(run, name, kind):
     (run / name).unlink()
     HOSTILE[kind](run / name)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(UserError, match=name):
-        load_run(run)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # kilobytes
-
-
-def test_control_characters_in_a_config_are_refused(run):
-    config = (run / "config.json").read_text()
-    (run / "config.json").write_text(config.replace('"auto"', r'"a\u001b[2Jb"'))
-    with pytest.raises(UserError, match="corpus has a control character"):
         load_run(run)
 
 

@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 import tiktoken
 from hypothesis import given, strategies as st
+from tiktoken_ext import openai_public
 
 from gptlite.config import UserError
 from gptlite.text.tokenizer import (
+    PATTERNS,
     ByteTokenizer,
     TiktokenTokenizer,
     decode,
@@ -19,7 +21,7 @@ def own_encoding() -> tiktoken.Encoding:
     """A byte-pair encoding with three merges, that needs no file."""
     ranks = {bytes([i]): i for i in range(256)} | {b"th": 256, b"the": 257, b" a": 258}
     return tiktoken.Encoding(
-        "own", pat_str=r"\s?\S+|\s", mergeable_ranks=ranks, special_tokens={"<|end|>": 300}
+        "own", pat_str=PATTERNS[0], mergeable_ranks=ranks, special_tokens={"<|end|>": 300}
     )
 
 
@@ -71,7 +73,7 @@ def tiktoken_record(change) -> dict:
     """A small tokenizer in JSON, after `change(ranks)`."""
     ranks = {bytes([i]): i for i in range(256)} | {b"ab": 256}
     encoding = tiktoken.Encoding(
-        "x", pat_str=r"\w+|\W+", mergeable_ranks=ranks, special_tokens={"<end>": 258}
+        "x", pat_str=PATTERNS[0], mergeable_ranks=ranks, special_tokens={"<end>": 258}
     )
     record = TiktokenTokenizer(encoding).to_json()
     change(record["ranks"])
@@ -99,11 +101,23 @@ def test_ranks_that_tiktoken_would_panic_at_are_refused(change, words):
         tokenizer_from_json(tiktoken_record(change))
 
 
-@pytest.mark.parametrize("pattern", ["(", r"(?:(?=x)x+)+y(?!q)"])
-def test_a_pattern_that_cannot_be_used_is_refused(pattern):
+@pytest.mark.parametrize("pattern", ["(", "a*", r"(?:(?=x)x+)+y(?!q)", "(" * 100_000])
+def test_a_pattern_of_a_stranger_is_refused(pattern):
+    """`a*` would end in a panic, and the third one would take for ever."""
     record = tiktoken_record(lambda ranks: None) | {"pattern": pattern}
-    with pytest.raises(UserError, match="tokenizer"):
-        tokenizer_from_json(record).encode("x" * 60)
+    with pytest.raises(UserError, match="by a pattern that gptlite does not know"):
+        tokenizer_from_json(record)
+    encoding = own_encoding()
+    encoding._pat_str = pattern
+    with pytest.raises(UserError, match="by a pattern that gptlite does not know"):
+        TiktokenTokenizer(encoding)
+
+
+def test_the_patterns_of_all_of_tiktokens_encodings_are_known(monkeypatch):
+    for load in ("load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"):  # which need files
+        monkeypatch.setattr(openai_public, load, lambda *_, **__: {})
+    for make in openai_public.ENCODING_CONSTRUCTORS.values():
+        assert make()["pat_str"] in PATTERNS
 
 
 def test_half_a_surrogate_pair_in_a_tokenizer_is_shown_as_unknown():

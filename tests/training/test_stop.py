@@ -9,12 +9,14 @@ import time
 import pytest
 from conftest import ROOT
 
+from gptlite.training.stop import Stop
+
 # Hashing 1 MB blocks without Python in between, as a compiled step would.
 PROGRAM = """
 import hashlib, sys
 from gptlite.training.stop import Stop
 data = bytes(400_000_000)
-with Stop() as stop:
+with Stop(exits=True) as stop:
     print("ready", flush=True)
     while not stop.requested:
         hashlib.sha256(data)  # nothing of Python's runs until this returns
@@ -34,6 +36,18 @@ def start(*argv: str) -> subprocess.Popen:
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
+
+
+def test_without_exits_the_second_ctrl_c_is_a_keyboard_interrupt(capfd):
+    """In a notebook, it must not end the process with all its variables."""
+    before = signal.getsignal(signal.SIGINT)
+    with Stop() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.requested
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert capfd.readouterr().err.count("stopping after this step") == 1
 
 
 @pytest.mark.parametrize(
