@@ -13,6 +13,7 @@ finding. The test suite has a short version, `tests/test_fuzz.py`.
 
 import argparse
 import contextlib
+import copy
 import io
 import json
 import os
@@ -257,18 +258,22 @@ def forged(chance: random.Random, record: Any) -> bytes:
     for _ in range(chance.choice([1, 1, 1, 2, 5])):
         places = list(walk(record))
         if not places:
-            return json.dumps(chance.choice(EXTREMES)).encode()
+            return json.dumps(extreme(chance)).encode()
         parent, key = chance.choice(places[:200])
         roll = chance.random()
         if roll < 0.1:
             del parent[key]
         elif roll < 0.2 and isinstance(parent, dict):
-            parent[str(chance.choice(EXTREMES))[:100]] = chance.choice(EXTREMES)
+            parent[str(extreme(chance))[:100]] = extreme(chance)
         elif roll < 0.4 and type(parent[key]) is int:
             parent[key] += chance.choice([-1, 1, 7, 10**6])
         else:
-            parent[key] = chance.choice(EXTREMES)
+            parent[key] = extreme(chance)
     return json.dumps(record).encode()
+
+
+def extreme(chance: random.Random) -> Any:
+    return copy.deepcopy(chance.choice(EXTREMES))  # it may be forged further
 
 
 def walk(node: Any) -> Iterator[tuple[Any, Any]]:
