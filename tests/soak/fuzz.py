@@ -396,6 +396,8 @@ def judge(script: str, reply: dict[str, Any]) -> str | None:
         return "exit 2 without a message"
     if reply["megabytes"] > MEGABYTES:
         return f"{reply['megabytes']} MB of memory"
+    if script == "sample" and reply["code"] == 0:
+        said = reply["err"]  # a file gets what was generated, whatever it is
     said = re.sub(r"\x1b\[[0-9;]*m", "", said)  # tyro's colours
     control = re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", said)
     if control:
