@@ -91,22 +91,22 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path("fuzz"))
     arguments = parser.parse_args()
-    end = time.monotonic() + 60 * arguments.minutes
-    found = fuzz(arguments.folder, arguments.seed, lambda done: time.monotonic() < end)
+    seconds = 60 * arguments.minutes
+    found = fuzz(arguments.folder, arguments.seed, lambda done, passed: passed < seconds)
     sys.exit(1 if found else 0)
 
 
 def fuzz(
-    folder: Path, seed: int, more: Callable[[int], bool], *, comparisons: bool = True
+    folder: Path, seed: int, more: Callable[[int, float], bool], *, comparisons: bool = True
 ) -> list[str]:
     """The findings. Cases are drawn from `seed` and run in `folder`, a new one, while `more(cases
-    done)`. Without `comparisons`, it begins 12 seconds earlier."""
+    done, seconds passed)`. Without `comparisons`, it begins 12 seconds earlier."""
     folder = folder.resolve()
     folder.mkdir(parents=True)
     made = make_files(folder, comparisons)
     counts: Counter[str] = Counter()
     found, done, began, worker = [], 0, time.monotonic(), None
-    while more(done):
+    while more(done, time.monotonic() - began):
         if worker is None or worker.cases >= CASES_PER_WORKER:
             if worker is not None:
                 worker.close()
