@@ -16,6 +16,7 @@ import logging
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -230,6 +231,8 @@ def _silence_orbax() -> None:
 
     absl_logging.set_verbosity(absl_logging.FATAL)
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    # Reads that were not started when another one failed.
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     before = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:

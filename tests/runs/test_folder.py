@@ -12,6 +12,7 @@ import random
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Literal
 
@@ -25,7 +26,7 @@ from soak.kill_loop import metrics as lines
 
 from gptlite.config import Config, OptimizerConfig, TrainingConfig, UserError
 from gptlite.models.gpt import GPT
-from gptlite.runs import folder
+from gptlite.runs import checkpoints as checkpoints_module, folder
 from gptlite.runs.checkpoints import Checkpoint, Checkpoints, Record, list_steps
 from gptlite.runs.folder import RunFolder
 from gptlite.runs.load import load_run
@@ -637,6 +638,16 @@ def test_what_is_no_line_of_metrics_is_removed(copied, finished):
         run.resume(find(run, 70), longer(70))
         assert (copied / "metrics.jsonl").read_bytes() == whole
         assert run.curves()[-1].keys() == {"step", "train_loss", "val_loss"}
+
+
+def test_what_orbax_leaves_behind_is_not_shown(monkeypatch):
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # restored at the end
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        checkpoints_module._silence_orbax.__wrapped__()
+        warnings.warn("coroutine '_read' was never awaited", RuntimeWarning, stacklevel=1)
+        warnings.warn("another", RuntimeWarning, stacklevel=1)
+    assert [str(warning.message) for warning in shown] == ["another"]
 
 
 def test_a_checkpoint_with_a_huge_file_is_refused(tmp_path):
