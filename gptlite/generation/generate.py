@@ -98,9 +98,7 @@ def stream(
     config = SamplingConfig() if config is None else config
     room = _room(longest, context)
     capacity = max(room, _room(longest + max_new_tokens, context))
-    cache = eqx.filter_eval_shape(lambda m: m.init_cache((len(prompt),), capacity=capacity), model)
-    needed = CACHE_COPIES * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
-    require_memory(f"To generate {len(prompt)} texts of {capacity:,} tokens", needed)
+    _check_memory(model, len(prompt), capacity)
     padded = jnp.zeros((len(prompt), room), jnp.int32).at[:, :longest].set(prompt[:, :room])
     model = model.unstacked()
     state = _prefill(model, padded, jnp.asarray(length), capacity)
@@ -113,6 +111,15 @@ def stream(
         state, tokens = _decode(model, state, keys, jnp.asarray(count), config)
         yield tokens[:, :count]
         left, length = left - count, length + count
+
+
+def _check_memory(model: GPT, batch: int, capacity: int) -> None:
+    """**Raises:** `UserError` if the cache does not fit into memory."""
+    if batch * capacity < 2**16:  # not worth the time: smaller than the weights of such a model
+        return
+    cache = eqx.filter_eval_shape(lambda m: m.init_cache((batch,), capacity=capacity), model)
+    needed = CACHE_COPIES * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+    require_memory(f"To generate {batch} texts of {capacity:,} tokens", needed)
 
 
 def _room(tokens: int, context: int) -> int:

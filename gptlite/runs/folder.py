@@ -254,8 +254,9 @@ class RunFolder:
             last = 0
             with open_regular(path) as file:
                 while line := file.readline(MAX_LINE):
-                    if last < _step_of(line) <= step:
-                        last = _step_of(line)
+                    found = _step_of(line)
+                    if last < found <= step:
+                        last = found
                         yield line
 
         write_atomically(path, kept())
