@@ -34,25 +34,26 @@ def require(holds: bool, sentence: str) -> None:
 
 # Array sizes and counts: JAX indexes with 32 bits.
 MAX_INT32 = 2**31 - 1
+# The largest number in float32.
+MAX_FLOAT32 = 3.4e38
 
 
 @dataclass(frozen=True)
 class Between:
     """Bounds of a number, for `Annotated`: `low <= value <= high`, with `above` `low < value`. NaN
-    and infinity are out of bounds."""
+    is out of bounds."""
 
     low: float
-    high: float = math.inf
+    high: float = MAX_FLOAT32
     above: bool = False
 
     def check(self, name: str, value: Any) -> None:
         """**Raises:** `UserError` if `value` is out of bounds."""
         low = "above" if self.above else "at least"
-        high = "" if self.high == math.inf else f" and at most {self.high}"
+        is_plain = self.high == MAX_FLOAT32 and value <= self.high
+        high = "" if is_plain else f" and at most {self.high}"
         require(
-            self.low <= value <= self.high
-            and value != math.inf
-            and not (self.above and value == self.low),
+            self.low <= value <= self.high and not (self.above and value == self.low),
             f"{name} must be {low} {self.low}{high}, got {value}.",
         )
 

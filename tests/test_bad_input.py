@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import math
 import os
 import subprocess
 import sys
@@ -17,7 +18,14 @@ from hypothesis import given, settings, strategies as st
 import sample
 import train
 from gptlite.cli import SampleArguments, TrainArguments, parse_sample, parse_train
-from gptlite.config import BlockNames, Config, SamplingConfig
+from gptlite.config import (
+    BlockNames,
+    Config,
+    OptimizerConfig,
+    SamplingConfig,
+    TrainingConfig,
+    UserError,
+)
 
 TINY = [
     "--model.n-layers=1",
@@ -68,7 +76,7 @@ def kinds_of(hint: Any) -> set[Any]:
 # Values that no knob of the type takes. Texts may be anything; what they name is tested below.
 WRONG: dict[Any, list[str]] = {
     int: ["-1", "2147483648", "9" * 400, "1.5", "nan", "inf", "", "many", "0x10", "1_0 0"],
-    float: ["-1", "nan", "inf", "-inf", "1e999", "", "many", "1,5"],
+    float: ["-1", "nan", "inf", "-inf", "1e999", "1e39", "", "many", "1,5"],
     Literal: ["", "nonsense", "NaN", "🙂", "rms,layer", "file.py", "file.py:", ":Class", "a.py:1"],
     bool: ["maybe", "", "2"],
 }
@@ -97,6 +105,15 @@ def test_every_knob_of_training_refuses_what_is_out_of_its_range(flag, value):
     # After a flag that takes no value, tyro takes the value for another word, and names only that.
     is_bool = bool in kinds_of(FLAGS[flag])
     assert is_bool or name in sentence or name.replace("-", "_") in sentence, sentence
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), 1e39, math.inf, math.nan])
+def test_a_number_that_is_not_in_float32_is_refused(value):
+    """A file of JSON may hold a whole number of any size where a fraction belongs."""
+    with pytest.raises(UserError, match=r"optimizer\.learning_rate must be"):
+        OptimizerConfig(learning_rate=value)
+    with pytest.raises(UserError, match=r"save_seconds must be"):
+        TrainingConfig(save_seconds=value)
 
 
 @pytest.mark.parametrize(("flag", "value"), wrong_values(SAMPLE))

@@ -298,7 +298,10 @@ def of_options(chance: random.Random, folder: Path) -> tuple[str, str, list[str]
         argv = [*TRAIN, "--summary"]  # sizes that are legal and large are not trained
         script = "train"
     for _ in range(chance.choice([1, 1, 2, 3])):
-        argv += [f"--{chance.choice(names)}={chance.choice(WORDS)}"]
+        name = chance.choice(names)
+        # Two thousand million tokens are not refused: they are shown as they come.
+        words = SMALL_WORDS if name == "max-new-tokens" else WORDS
+        argv += [f"--{name}={chance.choice(words)}"]
     return f"{script} options", script, argv
 
 
