@@ -64,6 +64,8 @@ from gptlite.training.step import TrainState
 
 # Bytes of a line of `metrics.jsonl`.
 MAX_LINE = 2**12
+# Lines in a row that are none of metrics, or after the step that is wanted.
+MAX_USELESS = 10_000
 
 
 class RunFolder:
@@ -244,19 +246,21 @@ class RunFolder:
 
     def _truncate_metrics(self, step: int) -> None:
         """Remove from `metrics.jsonl` the lines after `step`, and what is no line of metrics. The
-        file is always a new one, because the old one may have other names, outside of the run."""
+        file is always a new one, because the old one may have other names, outside of the run.
+        After very many useless lines the rest is not read: a file of zeros has no end."""
         path = self.path / "metrics.jsonl"
         if not path.exists():
             log(f"{path} is missing. A new one is started.")
             return
 
         def kept() -> Iterator[bytes]:
-            last = 0
+            last = useless = 0
             with open_regular(path) as file:
-                while line := file.readline(MAX_LINE):
+                while useless < MAX_USELESS and (line := file.readline(MAX_LINE)):
                     found = _step_of(line)
+                    useless += 1
                     if last < found <= step:
-                        last = found
+                        last, useless = found, 0
                         yield line
 
         write_atomically(path, kept())

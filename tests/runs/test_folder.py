@@ -640,6 +640,15 @@ def test_what_is_no_line_of_metrics_is_removed(copied, finished):
         assert run.curves()[-1].keys() == {"step", "train_loss", "val_loss"}
 
 
+def test_metrics_without_an_end_are_not_read_to_it(copied, finished):
+    """A sparse file: a terabyte of zeros, which takes no room."""
+    whole = (copied / "metrics.jsonl").read_bytes()
+    os.truncate(copied / "metrics.jsonl", 2**40)
+    with RunFolder(copied) as run:
+        run.resume(find(run, 70), longer(70))
+        assert (copied / "metrics.jsonl").read_bytes() == whole
+
+
 def test_what_orbax_leaves_behind_is_not_shown(monkeypatch):
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # restored at the end
     with warnings.catch_warnings(record=True) as shown:
