@@ -175,11 +175,14 @@ class ModelConfig:
     """Blocks in the stack."""
 
     n_heads: Annotated[int, Between(1, 10_000)] = 2
-    """Attention heads; must divide d_model."""
+    """Attention heads; must divide d_model, unless head_size is given."""
 
     n_kv_heads: Annotated[int | None, Between(1)] = None
     """Heads of keys and values; must divide n_heads. Fewer than n_heads: grouped-query attention,
     1: multi-query attention. None: n_heads."""
+
+    head_size: Annotated[int | None, Between(1, 1_000_000)] = None
+    """Width of an attention head. None: d_model / n_heads."""
 
     d_model: Annotated[int, Between(1, 1_000_000)] = 128
     """Width of the residual stream."""
@@ -197,12 +200,14 @@ class ModelConfig:
     both sides (sandwich), or one before attention and MLP in parallel (parallel)."""
 
     norm: Annotated[BlockChoice, BlockNames(("rms", "layer", "dyt"))] = "rms"
-    """RMSNorm (rms), LayerNorm (layer) or DyT (dyt), in the blocks and before the head."""
+    """RMSNorm (rms, with the option eps=1e-6), LayerNorm (layer, with the option eps=1e-5) or DyT
+    (dyt), in the blocks and before the head."""
 
     attention: Annotated[BlockChoice, BlockNames(("full", "sliding"))] = "full"
     """What a token attends to: itself and all earlier tokens (full), or the last 64 including
-    itself (sliding, with the option window). Option of both: value_residual=true adds the first
-    layer's values to every layer's."""
+    itself (sliding, with the option window). Options of both: value_residual=true adds the first
+    layer's values to every layer's; qkv_bias=true and output_bias=true add biases to these
+    matrices alone; qk_gain=true adds trained gains to qk_norm, and qk_eps=1e-6 is its epsilon."""
 
     mlp: Annotated[BlockChoice, BlockNames(MLPS)] = "relu2"
     """The MLP's activation: gelu, silu, relu, relu2, tanh, sigmoid or identity; swiglu and geglu
@@ -213,9 +218,10 @@ class ModelConfig:
         str,
         BlockNames(("rotary", "learned", "sinusoidal", "alibi", "relative", "none"), custom=False),
     ] = "rotary"
-    """How the model knows the positions of tokens: rotary rotates queries and keys; learned and
-    sinusoidal add to the embeddings; alibi and relative (options buckets=32, max_distance=128) add
-    to attention's scores by distance; none."""
+    """How the model knows the positions of tokens: rotary rotates queries and keys (options
+    theta=10000 and, for Llama 3.1's scaling, factor=1, low_frequency=1, high_frequency=4,
+    original_context=8192); learned and sinusoidal add to the embeddings; alibi and relative
+    (options buckets=32, max_distance=128) add to attention's scores by distance; none."""
 
     embed_previous: Annotated[int, Between(0, 64)] = 2
     """How many earlier tokens are added to each token's embedding, each from a table of its own. A
@@ -261,9 +267,9 @@ class ModelConfig:
                 CUSTOM[custom_name(block)] = block
         check_fields("model.", self)
         require(
-            self.d_model % self.n_heads == 0,
-            f"model.d_model must be a multiple of model.n_heads, got d_model {self.d_model} "
-            f"and n_heads {self.n_heads}.",
+            self.head_size is not None or self.d_model % self.n_heads == 0,
+            "Without model.head_size, model.d_model must be a multiple of model.n_heads, got "
+            f"d_model {self.d_model} and n_heads {self.n_heads}.",
         )
         require(
             self.n_kv_heads is None or self.n_heads % self.n_kv_heads == 0,
@@ -273,8 +279,8 @@ class ModelConfig:
         positions, _ = split_options(self.positions)
         require(
             positions != "rotary" or self.d_head % 2 == 0,
-            "Rotary positions rotate pairs of channels, so d_model / n_heads must be even, got "
-            f"{self.d_model} / {self.n_heads} = {self.d_head}.",
+            "Rotary positions rotate pairs of channels, so the width of a head (model.head_size, "
+            f"or else d_model / n_heads) must be even, got {self.d_head}.",
         )
         require(
             positions != "sinusoidal" or self.d_model % 2 == 0,
@@ -285,7 +291,7 @@ class ModelConfig:
     @property
     def d_head(self) -> int:
         """Width of one attention head."""
-        return self.d_model // self.n_heads
+        return self.d_model // self.n_heads if self.head_size is None else self.head_size
 
     @property
     def d_hidden(self) -> int:

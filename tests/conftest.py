@@ -125,7 +125,7 @@ VARIANTS = {
     },
     "alibi-sliding-parallel": {
         "positions": "alibi",
-        "attention": "sliding:window=5",
+        "attention": "sliding:window=5:output_bias=true",
         "block": "parallel",
         "mlp": "geglu",
         "qk_norm": False,
@@ -133,7 +133,8 @@ VARIANTS = {
     },
     "relative-experts-sandwich-scan": {
         "positions": "relative",
-        "attention": "full:value_residual=true",
+        "attention": "full:value_residual=true:qkv_bias=true:qk_gain=true:qk_eps=0.001",
+        "head_size": 6,
         "block": "sandwich",
         "norm": "dyt",
         "mlp": "moe",

@@ -39,6 +39,7 @@ MODELS = {
         "norm": "dyt",
         "block": "sandwich",
         "positions": "relative",
+        "attention": "full:qk_gain=true:output_bias=true",
         "n_kv_heads": 4,
         "embed_previous": 1,
         "stack": "scan",

@@ -27,9 +27,18 @@ from gptlite.nn.attention import Attention, CrossAttention, Heads, ValueResidual
 from gptlite.nn.block import Block, ParallelBlock, PostNorm, PreNorm, SandwichNorm
 from gptlite.nn.mlp import ACTIVATIONS, MLP, GatedMLP, MoE
 from gptlite.nn.norms import DyT, LayerNorm, RMSNorm
-from gptlite.nn.positions import ALiBi, Learned, NoPositions, RelativeBias, Rotary, Sinusoidal
+from gptlite.nn.positions import (
+    ALiBi,
+    Learned,
+    NoPositions,
+    RelativeBias,
+    Rotary,
+    RotaryScaling,
+    Sinusoidal,
+)
 
 Count = Annotated[int, Between(1, 10_000_000)]
+Epsilon = Annotated[float, Between(0.0, 1.0, above=True)]
 
 
 def make_block(
@@ -88,32 +97,62 @@ def _parallel_block(config, *, causal=True, key):
     )
 
 
-def _full_attention(config, *, value_residual: bool = False, causal=True, key):
-    return _attention(config, None, value_residual, causal, key)
-
-
-def _sliding_attention(
-    config, *, window: Count = 64, value_residual: bool = False, causal=True, key
+def _full_attention(
+    config,
+    *,
+    value_residual: bool = False,
+    qkv_bias: bool = False,
+    output_bias: bool = False,
+    qk_gain: bool = False,
+    qk_eps: Epsilon = 1e-6,
+    causal=True,
+    key,
 ):
-    if not causal:
-        raise UserError("An encoder sees all tokens: model.attention must be full, got sliding.")
-    return _attention(config, window, value_residual, causal, key)
-
-
-def _attention(
-    config: ModelConfig, window: int | None, value_residual: bool, causal: bool, key: PRNGKeyArray
-) -> Attention:
+    if qk_gain and not config.qk_norm:
+        raise UserError("qk_gain in model.attention is of the QK-norm: it needs model.qk_norm.")
     heads_key, positions_key = jax.random.split(key)
     positions = make_positions(config, positions_key, added=False, causal=causal)
     return Attention(
-        make_heads(config, heads_key),
+        make_heads(
+            config,
+            heads_key,
+            qkv_bias=qkv_bias,
+            output_bias=output_bias,
+            qk_gain=qk_gain,
+            qk_eps=qk_eps,
+        ),
         positions=positions if isinstance(positions, Rotary) else NoPositions(),
         score_bias=positions if isinstance(positions, ALiBi | RelativeBias) else None,
         value_residual=ValueResidual() if value_residual else None,
         causal=causal,
-        window=window,
         dropout=config.attention_dropout,
     )
+
+
+def _sliding_attention(
+    config,
+    *,
+    window: Count = 64,
+    value_residual: bool = False,
+    qkv_bias: bool = False,
+    output_bias: bool = False,
+    qk_gain: bool = False,
+    qk_eps: Epsilon = 1e-6,
+    causal=True,
+    key,
+):
+    if not causal:
+        raise UserError("An encoder sees all tokens: model.attention must be full, got sliding.")
+    attention = _full_attention(
+        config,
+        value_residual=value_residual,
+        qkv_bias=qkv_bias,
+        output_bias=output_bias,
+        qk_gain=qk_gain,
+        qk_eps=qk_eps,
+        key=key,
+    )
+    return dataclasses.replace(attention, window=window)
 
 
 def make_positions(
@@ -127,17 +166,29 @@ def make_positions(
     return make_part("positions", config, key, causal=causal)
 
 
-def make_heads(config: ModelConfig, key: PRNGKeyArray) -> Heads:
+def make_heads(
+    config: ModelConfig,
+    key: PRNGKeyArray,
+    *,
+    qkv_bias: bool = False,
+    output_bias: bool = False,
+    qk_gain: bool = False,
+    qk_eps: float = 1e-6,
+) -> Heads:
     """The matrices of attention as `config` describes them."""
     std, output_std = init_stds(config)
     return Heads(
         config.d_model,
         config.n_heads,
         n_kv_heads=config.n_kv_heads,
+        d_head=config.head_size,
         qk_norm=config.qk_norm,
+        qk_gain=qk_gain,
+        qk_eps=qk_eps,
         std=std,
         output_std=output_std,
-        bias=config.bias,
+        qkv_bias=config.bias or qkv_bias,
+        output_bias=config.bias or output_bias,
         key=key,
     )
 
@@ -197,6 +248,34 @@ def _relative(
     )
 
 
+def _rotary(
+    config,
+    *,
+    theta: Annotated[float, Between(1.0, above=True)] = 10_000.0,
+    factor: Annotated[float, Between(1.0)] = 1.0,
+    low_frequency: Annotated[float, Between(0.0, above=True)] = 1.0,
+    high_frequency: Annotated[float, Between(0.0, above=True)] = 4.0,
+    original_context: Count = 8192,
+    causal=True,
+    key,
+):
+    if low_frequency >= high_frequency:
+        raise UserError(
+            "low_frequency in model.positions rotary must be below high_frequency, got "
+            f"{low_frequency} and {high_frequency}."
+        )
+    scaling = RotaryScaling(factor, low_frequency, high_frequency, original_context)
+    return Rotary(theta, scaling if factor > 1 else None)
+
+
+def _rms_norm(config, *, eps: Epsilon = 1e-6, key):
+    return RMSNorm(config.d_model, eps=eps)
+
+
+def _layer_norm(config, *, eps: Epsilon = 1e-5, key):
+    return LayerNorm(config.d_model, bias=config.bias, eps=eps)
+
+
 def _learned(config, *, causal=True, key):
     return Learned(config.context_length, config.d_model, std=embedding_std(config), key=key)
 
@@ -216,12 +295,12 @@ TABLES: dict[str, dict[str, Callable[..., Any]]] = {
         "moe": _moe,
     },
     "norm": {
-        "rms": lambda config, *, key: RMSNorm(config.d_model),
-        "layer": lambda config, *, key: LayerNorm(config.d_model, bias=config.bias),
+        "rms": _rms_norm,
+        "layer": _layer_norm,
         "dyt": lambda config, *, key: DyT(config.d_model, bias=config.bias),
     },
     "positions": {
-        "rotary": lambda config, *, causal=True, key: Rotary(),
+        "rotary": _rotary,
         "learned": _learned,
         "sinusoidal": lambda config, *, causal=True, key: Sinusoidal(),
         "alibi": lambda config, *, causal=True, key: ALiBi(config.n_heads),

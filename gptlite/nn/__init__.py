@@ -9,5 +9,13 @@ from gptlite.nn.embedding import Embedding
 from gptlite.nn.linear import Linear
 from gptlite.nn.mlp import MLP, GatedMLP, MoE
 from gptlite.nn.norms import DyT, LayerNorm, RMSNorm
-from gptlite.nn.positions import ALiBi, Learned, NoPositions, RelativeBias, Rotary, Sinusoidal
+from gptlite.nn.positions import (
+    ALiBi,
+    Learned,
+    NoPositions,
+    RelativeBias,
+    Rotary,
+    RotaryScaling,
+    Sinusoidal,
+)
 from gptlite.nn.stack import Layers, Stack

@@ -10,6 +10,7 @@ the scores of queries at positions from `start` on and keys at positions from 0 
 """
 
 import math
+from dataclasses import dataclass
 
 import equinox as eqx
 import jax
@@ -69,23 +70,49 @@ class Sinusoidal(eqx.Module):
     def __call__(
         self, x: Float[Array, "*batch seq d"], start: Start = 0
     ) -> Float[Array, "*batch seq d"]:
-        angle = _angles(x.shape[-2], x.shape[-1], start)
+        angle = _angles(x.shape[-2], _frequencies(x.shape[-1]), start)
         table = jnp.stack([jnp.sin(angle), jnp.cos(angle)], axis=-1)
         return x + table.reshape(*angle.shape[:-1], x.shape[-1]).astype(x.dtype)
 
 
 class Rotary(eqx.Module):
-    """Rotates the channel pair `(i, i + d/2)` at position t by `t / 10000^(2i/d)`
+    """Rotates the channel pair `(i, i + d/2)` at position t by `t / theta^(2i/d)`
     (Su et al., 2021, section 3.2, with GPT-NeoX's pairing), so that the product of a query and a
-    key depends on their distance alone."""
+    key depends on their distance alone. `scaling` slows the rotation of some pairs."""
+
+    theta: float = eqx.field(static=True, default=10_000.0)
+    scaling: "RotaryScaling | None" = eqx.field(static=True, default=None)
 
     def __call__(
         self, x: Float[Array, "*batch heads seq d"], start: Start = 0
     ) -> Float[Array, "*batch heads seq d"]:
-        angle = _angles(x.shape[-2], x.shape[-1], start)[..., None, :, :]  # for all heads
+        frequency = _frequencies(x.shape[-1], self.theta)
+        if self.scaling is not None:
+            frequency = self.scaling(frequency)
+        angle = _angles(x.shape[-2], frequency, start)[..., None, :, :]  # for all heads
         cos, sin = jnp.cos(angle).astype(x.dtype), jnp.sin(angle).astype(x.dtype)
         a, b = jnp.split(x, 2, axis=-1)
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+@dataclass(frozen=True)
+class RotaryScaling:
+    """Llama 3.1's scaling, for contexts that are longer than those of the training before: pairs
+    with a wavelength of more than `original_context / low_frequency` tokens turn `factor` times
+    slower, those of less than `original_context / high_frequency` as before, and those between them
+    by a mean of both (Grattafiori et al., 2024, "The Llama 3 herd of models"; the formula is that
+    of Meta's `apply_scaling`)."""
+
+    factor: float
+    low_frequency: float = 1.0
+    high_frequency: float = 4.0
+    original_context: int = 8192
+
+    def __call__(self, frequency: Float[Array, " pairs"]) -> Float[Array, " pairs"]:
+        turns = self.original_context * frequency / (2 * math.pi)
+        share = (turns - self.low_frequency) / (self.high_frequency - self.low_frequency)
+        share = jnp.clip(share, 0.0, 1.0)
+        return (1 - share) * frequency / self.factor + share * frequency
 
 
 class ALiBi(eqx.Module):
@@ -166,8 +193,15 @@ def token_positions(seq: int, start: Start) -> Int[Array, "*rows seq"]:
     return jnp.asarray(start)[..., None] + jnp.arange(seq)
 
 
-def _angles(seq: int, d: int, start: Start) -> Float[Array, "*rows seq half_d"]:
-    """`t / 10000^(2i/d)` for positions `t` from `start` on and channel pairs `i`, in radians.
+def _angles(
+    seq: int, frequency: Float[Array, " pairs"], start: Start
+) -> Float[Array, "*rows seq pairs"]:
+    """The angles of pairs at positions from `start` on, in radians."""
+    return token_positions(seq, start).astype(jnp.float32)[..., None] * frequency
+
+
+def _frequencies(d: int, theta: float = 10_000.0) -> Float[Array, " pairs"]:
+    """`1 / theta^(2i/d)` for channel pairs `i`, in radians per token.
 
     **Raises:** `ValueError` (while tracing) if `d` is odd.
     """
@@ -175,5 +209,4 @@ def _angles(seq: int, d: int, start: Start) -> Float[Array, "*rows seq half_d"]:
         raise ValueError(
             f"Rotary and sinusoidal positions pair channels up; d must be even, got {d}."
         )
-    frequency = 10000.0 ** (-jnp.arange(0, d, 2, dtype=jnp.float32) / d)
-    return token_positions(seq, start).astype(jnp.float32)[..., None] * frequency
+    return theta ** (-jnp.arange(0, d, 2, dtype=jnp.float32) / d)

@@ -172,7 +172,7 @@ class Ignores(CrossAttention):
 
 
 def heads_of(config, key):
-    return Heads(config.d_model, 2, std=0.1, output_std=0.1, bias=True, key=key)
+    return Heads(config.d_model, 2, std=0.1, output_std=0.1, qkv_bias=True, key=key)
 
 
 def with_direction(half: str, causal: bool) -> Seq2Seq:

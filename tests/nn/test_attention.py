@@ -171,7 +171,7 @@ def attention(**options) -> Attention:
 
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_multi_head_attention_is_its_parts(qk_norm):
-    module = attention(qk_norm=qk_norm, bias=True)
+    module = attention(qk_norm=qk_norm, qkv_bias=True, output_bias=True)
     x = jax.random.normal(jax.random.key(1), (6, 16))
     out, cache = module(x)
     assert cache is None
@@ -320,7 +320,7 @@ def test_relative_bias_is_t5s_table():
 
 
 def test_grouped_queries_share_keys_and_values():
-    grouped = attention(n_kv_heads=2, bias=True)
+    grouped = attention(n_kv_heads=2, qkv_bias=True)
     x = jax.random.normal(jax.random.key(1), (2, 6, 16))
     assert grouped.heads.key.weight.shape == (8, 16)
     assert grouped.init_cache((2,), 6, x.dtype).keys.shape == (2, 2, 6, 4)
@@ -334,7 +334,7 @@ def test_grouped_queries_share_keys_and_values():
 
     whole = eqx.tree_at(
         lambda a: (a.query, a.key, a.value, a.output),
-        heads(bias=True),
+        heads(qkv_bias=True),
         (h.query, repeated(h.key), repeated(h.value), h.output),
     )
     whole = Attention(whole, Rotary())

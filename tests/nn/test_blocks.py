@@ -26,6 +26,7 @@ from gptlite.nn import (
     PreNorm,
     RMSNorm,
     Rotary,
+    RotaryScaling,
     SandwichNorm,
     Sinusoidal,
     Stack,
@@ -127,6 +128,30 @@ def test_rotary_keeps_lengths_and_leaves_position_0():
         jnp.linalg.norm(out, axis=-1), jnp.linalg.norm(X, axis=-1), rtol=1e-5
     )
     np.testing.assert_array_equal(out[:, 0], X[:, 0])
+
+
+def test_rotary_turns_pairs_by_theta_and_llama_3s_scaling():
+    """With 32 tokens of context before: pairs with wavelengths of more than 32 / 1 and less than
+    32 / 4 tokens, and one between them."""
+    d, theta, factor, low, high, context = 8, 50.0, 4.0, 1.0, 4.0, 32
+    x = np.random.default_rng(0).normal(size=(1, 20, d))
+    out = Rotary(theta, RotaryScaling(factor, low, high, context))(jnp.asarray(x, jnp.float32))
+    kinds = []
+    for pair in range(d // 2):
+        frequency = theta ** (-2 * pair / d)
+        wavelength = 2 * np.pi / frequency
+        if wavelength > context / low:
+            turned, kind = frequency / factor, "slow"
+        elif wavelength < context / high:
+            turned, kind = frequency, "fast"
+        else:
+            smooth = (context / wavelength - low) / (high - low)
+            turned, kind = (1 - smooth) * frequency / factor + smooth * frequency, "between"
+        kinds.append(kind)
+        wanted = (x[..., pair] + 1j * x[..., pair + d // 2]) * np.exp(1j * turned * np.arange(20))
+        np.testing.assert_allclose(out[..., pair], wanted.real, atol=1e-5)
+        np.testing.assert_allclose(out[..., pair + d // 2], wanted.imag, atol=1e-5)
+    assert set(kinds) == {"slow", "between", "fast"}
 
 
 def test_sinusoidal_is_the_papers_table():

@@ -33,8 +33,10 @@ def heads(**options):
 
 
 ATTENTION = {
-    "rotary": lambda: Attention(heads(bias=True), Rotary()),
-    "grouped": lambda: Attention(heads(n_kv_heads=2), Rotary()),
+    "rotary": lambda: Attention(heads(qkv_bias=True, output_bias=True), Rotary()),
+    "grouped": lambda: Attention(
+        heads(n_kv_heads=2, d_head=6, qk_norm=True, qk_gain=True), Rotary(theta=100.0)
+    ),
     "relative-sliding": lambda: Attention(
         heads(), score_bias=RelativeBias(4, buckets=4, max_distance=6, key=KEY), window=3
     ),
