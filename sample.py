@@ -24,19 +24,18 @@ def sample(arguments: SampleArguments) -> None:
 
     from gptlite.generation.generate import stream
     from gptlite.generation.text import TextStream
-    from gptlite.runs.find import find_run
-    from gptlite.runs.load import load_run
+    from gptlite.runs.load import load_any
     from gptlite.runtime import set_up_jax
 
     set_up_jax()
-    path = find_run(arguments.run, arguments.weights)
     with contextlib.redirect_stdout(sys.stderr):  # standard output is for the generated text
-        run = load_run(path, arguments.weights, custom=arguments.custom)
+        run = load_any(arguments.run, arguments.weights, arguments.custom)
     prompt = read_prompt(arguments)
     if not prompt:
         raise UserError("The prompt is empty: give at least one character.")
 
     ids, context = run.tokenizer.encode(prompt), run.config.model.context_length
+    ids = [*run.tokenizer.start_ids, *ids.tolist()]
     if len(ids) > context:
         log(f"the prompt has {len(ids):,} tokens: the model reads the last {context:,}", sys.stderr)
     ids = jnp.asarray(ids[-context:])

@@ -15,6 +15,7 @@ from .models.gpt import GPT as GPT
 from .models.seq2seq import Seq2Seq as Seq2Seq
 from .models.summary import summary as summary
 from .research.check_block import check_block as check_block
+from .runs.hugging_face import load_hf as load_hf
 from .runs.load import load_run as load_run
 from .sharding import make_mesh as make_mesh
 from .text.batches import Batches as Batches

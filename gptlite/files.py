@@ -91,6 +91,11 @@ def open_regular(path: Path) -> BinaryIO:
     return file
 
 
+def check_regular(path: Path) -> None:
+    """**Raises:** `OSError` as `open_regular` does."""
+    open_regular(path).close()
+
+
 def read_bounded(path: Path, limit: int) -> bytes:
     """The content of a file of at most `limit` bytes.
 

@@ -8,7 +8,8 @@ from gptlite.text.tokenizer import Ids, Tokenizer
 
 class TextStream:
     """Decodes ids as they come, and ends before the first of the `stop` strings that is complete;
-    of several that are complete with the same character, before the longest.
+    of several that are complete with the same character, before the longest. It ends before an
+    id of the tokenizer's `end_ids`, too.
 
     Bytes and characters that may be the beginning of a character or of a stop string are held back.
     """
@@ -22,8 +23,16 @@ class TextStream:
 
     def feed(self, ids: Ids) -> str:
         """The text that can be shown after `ids`."""
-        content = b"".join(self._tokenizer.token_bytes(int(i)) for i in ids)
-        return self._show(self._decoder.decode(content))
+        content, ended = b"", False
+        for i in map(int, ids):
+            ended = i in self._tokenizer.end_ids
+            if ended:
+                break
+            content += self._tokenizer.token_bytes(i)
+        text = self._show(self._decoder.decode(content, final=ended))
+        if ended and not self.stopped:
+            text, self._held, self.stopped = text + self._held, "", True
+        return text
 
     def finish(self) -> str:
         """The text that was held back. Nothing follows."""

@@ -9,14 +9,15 @@ from typing import Literal
 import equinox as eqx
 import jax
 
-from gptlite.config import BlockChoice, Config, UserError
+from gptlite.config import BlockChoice, Config, UserError, require
 from gptlite.custom import load_custom, resolve_custom
 from gptlite.files import read_json
 from gptlite.models.gpt import GPT, make_model
 from gptlite.progress import log
+from gptlite.runs.find import find_run
 from gptlite.runs.saved_config import changed_sources, load_config
 from gptlite.runs.weights import load_weights
-from gptlite.text.tokenizer import Tokenizer, tokenizer_from_json
+from gptlite.text.tokenizer import MAX_TOKENIZER, Tokenizer, tokenizer_from_json
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,26 @@ def load_run(
     return Run(path, config, tokenizer, model)
 
 
+def load_any(
+    name: str | None,
+    which: Literal["best", "last"] = "best",
+    custom: Mapping[str, BlockChoice] = MappingProxyType({}),
+) -> Run:
+    """The run in a folder or of a name in `runs/`; for `hf:NAME`, a model of Hugging Face."""
+    if name is not None and name.startswith("hf:"):
+        from gptlite.runs.hugging_face import load_hf  # its imports take time
+
+        require(which == "best", f"{name} has one set of weights: leave --weights last out.")
+        return load_hf(name.removeprefix("hf:"))
+    return load_run(find_run(name, which), which, custom=custom)
+
+
 def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer of the run in the folder `path`.
 
     **Raises:** `UserError` if it is missing or damaged.
     """
     try:
-        return tokenizer_from_json(read_json(path / "tokenizer.json"))
+        return tokenizer_from_json(read_json(path / "tokenizer.json", 2 * MAX_TOKENIZER))
     except (OSError, ValueError) as error:
         raise UserError(f"{path / 'tokenizer.json'} cannot be read: {error}") from error

@@ -110,13 +110,18 @@ def read_evaluated(path: Path) -> Evaluated | None:
     return Evaluated(step, val_loss) if type(step) is int and is_plausible(val_loss) else None
 
 
+def require_room(source: str, skeleton: GPT) -> None:
+    """**Raises:** `UserError` if there is not enough memory to load a model from `source`."""
+    require_memory(f"Loading {source}", LOADING * size_of(skeleton))
+
+
 def load_weights(path: Path, skeleton: GPT) -> GPT:
     """`skeleton` (a model, or `eqx.filter_eval_shape` of one) with the arrays in `path`.
 
     **Raises:** `UserError` if the file is no safetensors file, or its names, shapes or dtypes are
     not the skeleton's.
     """
-    require_memory(f"Loading {path}", LOADING * size_of(skeleton))
+    require_room(str(path), skeleton)
     most = size_of(skeleton) + HEADER + HEADER_PER_ARRAY * len(named_leaves(skeleton))
     try:
         content = read_bounded(path, most)

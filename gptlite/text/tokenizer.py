@@ -16,7 +16,7 @@ from gptlite.config import UserError, require
 from gptlite.text.corpus import code_points
 
 # A letter before a space and another letter; a line's end after something, before a letter.
-_BETWEEN_WORDS = re.compile(r"[A-Za-z](?= [A-Za-z])|\S\n(?=[A-Za-z])")
+BETWEEN_WORDS = re.compile(r"[A-Za-z](?= [A-Za-z])|\S\n(?=[A-Za-z])")
 
 # How tiktoken's encodings split a text before they look up tokens: gpt2, r50k, p50k; cl100k; o200k.
 # A pattern of a stranger could take any time, or end the process, or split where `boundary` cuts.
@@ -31,12 +31,25 @@ PATTERNS = (
     r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
 
+# Bytes of a `tokenizer.json`. That of Llama 3 has 9 million, that of Gemma 3 33 million.
+MAX_TOKENIZER = 2**26
+
 Ids = Integer[np.ndarray, " tokens"]
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
     """What the rest of the package asks of a tokenizer."""
+
+    @property
+    def start_ids(self) -> tuple[int, ...]:
+        """Ids that a model expects before a prompt."""
+        ...
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Ids that say that a generated text ends."""
+        ...
 
     @property
     def vocab_size(self) -> int:
@@ -69,6 +82,11 @@ class Tokenizer(Protocol):
         ...
 
 
+def as_ids(ids: list[int]) -> Ids:
+    """`ids` as an array."""
+    return np.array(ids, np.int32)
+
+
 def decode(tokenizer: Tokenizer, ids: Ids) -> str:
     """The text of `ids`. Bytes that are no UTF-8 (which a model may generate) become U+FFFD."""
     return b"".join(tokenizer.token_bytes(int(i)) for i in ids).decode("utf-8", errors="replace")
@@ -76,6 +94,8 @@ def decode(tokenizer: Tokenizer, ids: Ids) -> str:
 
 class CharTokenizer:
     """One id per character: the sorted distinct characters of a text, as in nanoGPT."""
+
+    start_ids = end_ids = ()
 
     def __init__(self, characters: str):
         """`characters`: the vocabulary, sorted and distinct.
@@ -122,6 +142,7 @@ class CharTokenizer:
 class ByteTokenizer:
     """One id per byte of the UTF-8 text."""
 
+    start_ids = end_ids = ()
     vocab_size = 256
     padded_vocab_size = 256
 
@@ -144,13 +165,15 @@ class TiktokenTokenizer:
     **Raises:** `UserError` if it splits a text by none of `PATTERNS`.
     """
 
+    start_ids = end_ids = ()
+
     def __init__(self, encoding: tiktoken.Encoding):
         _check_pattern(encoding._pat_str)
-        self._encoding = encoding
+        self.encoding = encoding
 
     @property
     def vocab_size(self) -> int:
-        return self._encoding.n_vocab
+        return self.encoding.n_vocab
 
     @property
     def padded_vocab_size(self) -> int:
@@ -158,23 +181,23 @@ class TiktokenTokenizer:
         return -(-self.vocab_size // 64) * 64
 
     def encode(self, text: str) -> Ids:
-        return np.array(self._encoding.encode_ordinary(text), np.int32)
+        return as_ids(self.encoding.encode_ordinary(text))
 
     def boundary(self, text: str) -> int:
         # Every encoding splits before a space between letters, and between a newline and a letter.
         # A cut there changes no token.
-        ends = [match.end() for match in _BETWEEN_WORDS.finditer(text, max(0, len(text) - 10_000))]
+        ends = [match.end() for match in BETWEEN_WORDS.finditer(text, max(0, len(text) - 10_000))]
         # A text without such places is cut anywhere, before it fills the memory.
         return ends[-1] if ends else len(text) if len(text) > 2**23 else 0
 
     def token_bytes(self, token: int) -> bytes:
         try:
-            return self._encoding.decode_single_token_bytes(token)
+            return self.encoding.decode_single_token_bytes(token)
         except KeyError:  # some encodings leave ids below n_vocab unused
             return b""
 
     def to_json(self) -> dict[str, Any]:
-        encoding = self._encoding
+        encoding = self.encoding
         return {
             "kind": "tiktoken",
             "name": encoding.name,
@@ -238,6 +261,13 @@ def tokenizer_from_json(record: Any) -> Tokenizer:
                         special_tokens=special_tokens,
                     )
                 )
+            case {
+                "kind": "hf", "tokenizer": str(content), "vocab_size": int(vocab_size),
+                "end_ids": list(end_ids), **rest,
+            } if not rest:  # fmt: skip
+                from gptlite.text.hf_tokenizer import HFTokenizer  # its import takes time
+
+                return HFTokenizer(content, vocab_size, end_ids)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"This is not a tokenizer of gptlite: {error!r}.") from error
     raise UserError(f"This is not a tokenizer of gptlite: {str(record)[:100]}.")

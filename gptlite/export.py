@@ -1,0 +1,43 @@
+"""Write a run in Hugging Face's format: `python -m gptlite.export RUN FOLDER`."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from gptlite.cli import exit_on_error, parse_words
+from gptlite.progress import log
+from gptlite.runs.find import find_run
+
+
+def main(
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")],
+    *,
+    debug: bool = False,
+) -> None:
+    """Write a run's best weights, config and tokenizer in Hugging Face's format, for
+    AutoModelForCausalLM and AutoTokenizer of transformers.
+
+    Args:
+        run: The run's folder, or its name in runs/.
+        folder: A new folder.
+        debug: Show where in the code an error came from.
+    """
+    # Imported here, because --help should not wait for JAX.
+    from gptlite.models.hugging_face import to_hf_config
+    from gptlite.runs.hugging_face import export_run
+    from gptlite.runs.load import load_run
+    from gptlite.runs.saved_config import load_config
+
+    path = find_run(run)
+    # What cannot be exported is said first: a custom block would have to be named to be loaded.
+    to_hf_config(load_config(path / "config.json").model, vocab_size=1)
+    export_run(load_run(path), folder)
+    log(f"{folder} is written: AutoModelForCausalLM.from_pretrained({str(folder)!r}) loads it")
+
+
+if __name__ == "__main__":
+    with exit_on_error(debug="--debug" in sys.argv):
+        parse_words(main, sys.argv[1:], prog="python -m gptlite.export")
