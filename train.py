@@ -23,7 +23,7 @@ def train(arguments: TrainArguments) -> None:
     import jax
     import jax.numpy as jnp
 
-    from gptlite.custom import custom_arguments, load_custom
+    from gptlite.custom import custom_arguments, custom_blocks, load_custom
     from gptlite.generation.generate import generate
     from gptlite.models.gpt import make_model
     from gptlite.models.summary import count_parameters, summary
@@ -32,8 +32,8 @@ def train(arguments: TrainArguments) -> None:
     from gptlite.runs.display import Display
     from gptlite.runs.find import check_free, find_run, new_run
     from gptlite.runs.folder import RunFolder
-    from gptlite.runs.load import load_tokenizer
-    from gptlite.runs.weights import size_of
+    from gptlite.runs.load import load_any, load_tokenizer
+    from gptlite.runs.weights import fill, named_arrays, size_of
     from gptlite.runtime import require_memory, set_up_jax, usable_cpu_devices
     from gptlite.sharding import constrain_parameters, make_mesh
     from gptlite.text.batches import Batches
@@ -66,8 +66,12 @@ def train(arguments: TrainArguments) -> None:
         corpus = load_corpus(arguments.config.data.corpus)
         data = dataclasses.replace(arguments.config.data, corpus=corpus.name)  # not `auto`
         config = dataclasses.replace(arguments.config, data=data)
+        source = None
         if resuming:
             tokenizer = load_tokenizer(path)
+        elif training.init_from is not None:
+            source = load_any(training.init_from, custom=custom_blocks(config.model))
+            tokenizer = source.tokenizer
         else:
             tokenizer = make_tokenizer(config.data.tokenizer, corpus.alphabet)
         split = split_corpus(corpus, tokenizer, config.data.validation_tokens)
@@ -96,6 +100,16 @@ def train(arguments: TrainArguments) -> None:
         if resuming:
             checkpoint = run.find_checkpoint(skeleton, config, corpus.sha256)
             state, start_at = checkpoint.state, checkpoint.record.position
+        elif source is not None:
+            weights = f"The weights of {training.init_from}"
+            state = train_steps.init(fill(shapes, named_arrays(source.model), weights))
+            del source
+            first_loss = float(evaluate(state.model))
+            log(
+                f"starting from the weights of {training.init_from}: validation loss "
+                f"{first_loss:.4f} nats per token ({bits_per_byte(first_loss, split):.4f} bits per "
+                "byte)"
+            )
         else:
             # The program runs once. XLA's optimization level 0 halves the time to compile it.
             # (`eqx.filter_jit` passes `compiler_options` to `jax.jit`. Its annotations omit it.)

@@ -13,7 +13,17 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import tyro
 
-from gptlite.config import MAX_INT32, Between, Config, SamplingConfig, UserError, check_fields
+from gptlite.config import (
+    MAX_INT32,
+    Between,
+    Config,
+    ModelConfig,
+    SamplingConfig,
+    UserError,
+    check_fields,
+    require,
+    split_options,
+)
 from gptlite.custom import custom_blocks, resolve_custom
 from gptlite.files import check_folder_name
 from gptlite.presets import PRESETS
@@ -67,6 +77,12 @@ class TrainArguments:
         ),
     ] = None
 
+    init_from: str | None = None
+    """Start from the weights of a run, its folder or its name in runs/, or of hf:FOLDER or hf:NAME,
+    a model in Hugging Face's format. Shape and tokenizer are then those of that model; a shorter
+    --model.context-length, --model.dropout, --model.attention-dropout and --model.stack may be
+    given with it."""
+
     summary: bool = False
     """Print the model as a table, with parameters, FLOPs and memory, and stop."""
 
@@ -101,7 +117,8 @@ class SampleArguments:
     """A file with the beginning of the text."""
 
     run: str | None = None
-    """A run's folder, or its name in runs/. Default: the newest run."""
+    """A run's folder, or its name in runs/; hf:FOLDER or hf:NAME for a model in Hugging Face's
+    format, in a folder or on the hub. Default: the newest run."""
 
     weights: Literal["best", "last"] = "best"
     """Weights of the best evaluation, or of the last checkpoint."""
@@ -190,34 +207,99 @@ def parse_words(kind: Any, args: Sequence[str], **options: Any) -> Any:
     return tyro.cli(kind, args=args, **options)
 
 
+# Fields of the model that may be given with --init-from, because the weights serve them as well.
+FREE = ("context_length", "dropout", "attention_dropout", "stack")
+
+
 @dataclass(frozen=True)
-class _ResumeOnly:
+class _First:
     resume: str | None = None
+    init_from: str | None = None
 
 
 def parse_train(argv: Sequence[str]) -> TrainArguments:
     """`train.py`'s command line. `argv` is without the program's name."""
-    # The run that is resumed gives the other settings their defaults, so it is read first.
-    first, _ = parse_words(_ResumeOnly, argv, add_help=False, return_unknown_args=True)
+    # The run that is resumed, or begun from, gives other settings their defaults: it is read first.
+    first, _ = parse_words(_First, argv, add_help=False, return_unknown_args=True)
+    if first.resume is not None and first.init_from is not None:
+        raise UserError("A run that is resumed keeps its weights: leave --init-from out.")
     preset = argv[0] if argv and argv[0] in PRESETS else DEFAULT_PRESET
     if first.resume is not None:
         return _parse_resume(argv, load_config(find_run(first.resume) / "config.json"))
-    default = TrainArguments(preset, config=PRESETS[preset][1])  # pyright: ignore[reportArgumentType]
+    config = source = PRESETS[preset][1]
+    if first.init_from is not None:
+        source = _begun_from(config, first.init_from)
+        config = _without_custom(source)
+    default: Any = TrainArguments(preset, config=config)  # pyright: ignore[reportArgumentType]
     arguments = parse_words(TrainArguments, argv, default=default)
     if arguments.preset != preset:
         raise UserError(f"The preset comes first: python train.py {arguments.preset} ...")
+    if first.init_from is not None:
+        source = _named_again(source, arguments.config.model)
+        given = dataclasses.replace(arguments.config.model, **custom_blocks(source.model))
+        config = dataclasses.replace(arguments.config, model=given)
+        _check_begun_from(source, config, first.init_from)
+        arguments = dataclasses.replace(arguments, config=config)
     return arguments
 
 
-def _parse_resume(argv: Sequence[str], saved: Config) -> TrainArguments:
-    """The command line that resumes a run with the config `saved`. Its custom blocks and its corpus
-    have a placeholder as their default, so that one that is not named again is noticed."""
+def _without_custom(saved: Config) -> Config:
+    """`saved` with a placeholder for each custom block, so that one that is not named again is
+    noticed. (A run may come from a stranger.)"""
     placeholders = dict.fromkeys(custom_blocks(saved.model), NOT_NAMED)
-    default = dataclasses.replace(
-        saved,
-        data=dataclasses.replace(saved.data, corpus=NOT_GIVEN),
-        model=dataclasses.replace(saved.model, **placeholders),
+    return dataclasses.replace(saved, model=dataclasses.replace(saved.model, **placeholders))
+
+
+def _named_again(saved: Config, given: ModelConfig) -> Config:
+    """`saved` with its custom blocks as the command names them in `given`.
+
+    **Raises:** `UserError` if one is not named.
+    """
+    names = {field: getattr(given, field) for field in custom_blocks(saved.model)}
+    return resolve_custom(saved, {field: x for field, x in names.items() if x != NOT_NAMED})
+
+
+def _begun_from(preset: Config, name: str) -> Config:
+    """`preset` with the shape and the tokenizer of another model."""
+    if name.startswith("hf:"):
+        from gptlite.runs.hugging_face import find_folder, load_hf_config  # imports JAX
+
+        model, tokenizer = load_hf_config(find_folder(name.removeprefix("hf:"))), name
+    else:
+        saved = load_config(find_run(name) / "config.json")
+        model, tokenizer = saved.model, saved.data.tokenizer
+    return dataclasses.replace(
+        preset,
+        model=model,
+        data=dataclasses.replace(preset.data, tokenizer=tokenizer),
+        training=dataclasses.replace(preset.training, init_from=name),
     )
+
+
+def _check_begun_from(source: Config, given: Config, name: str) -> None:
+    """**Raises:** `UserError` if the options given disagree with the model in `source`."""
+    changed = [
+        f"model.{field} ({old}, got {new})"
+        for field, old in vars(source.model).items()
+        if (new := getattr(given.model, field)) != old and field not in FREE
+    ]
+    if given.data.tokenizer != source.data.tokenizer:
+        changed.append(f"data.tokenizer ({source.data.tokenizer}, got {given.data.tokenizer})")
+    require(not changed, f"These are set by the model {name}: {'; '.join(changed)}.")
+    old, new = source.model.context_length, given.model.context_length
+    fixed = split_options(source.model.positions)[0] == "learned"
+    require(
+        new == old or (new < old and not fixed),
+        f"model.context_length must be {'' if fixed else 'at most '}{old}, that of {name}, got "
+        f"{new}.",
+    )
+
+
+def _parse_resume(argv: Sequence[str], saved: Config) -> TrainArguments:
+    """The command line that resumes a run with the config `saved`. Its corpus has a placeholder
+    as its default, too."""
+    data = dataclasses.replace(saved.data, corpus=NOT_GIVEN)
+    default = dataclasses.replace(_without_custom(saved), data=data)
     arguments = parse_words(TrainArguments, argv, default=TrainArguments(config=default))
     has_preset = argv[0] in PRESETS or arguments.preset != DEFAULT_PRESET
     for given, option in (
@@ -229,10 +311,8 @@ def _parse_resume(argv: Sequence[str], saved: Config) -> TrainArguments:
             raise UserError(
                 f"A run that is resumed keeps its name and settings: leave {option} out."
             )
-    model = arguments.config.model
-    named = {field: x for field in placeholders if (x := getattr(model, field)) != NOT_NAMED}
-    saved = resolve_custom(saved, named)
-    blocks = {field: getattr(saved.model, field) for field in placeholders}
+    saved = _named_again(saved, arguments.config.model)
+    model = dataclasses.replace(arguments.config.model, **custom_blocks(saved.model))
     data = arguments.config.data
     if data.corpus == NOT_GIVEN:
         # A run may come from a stranger: only the user decides which files and datasets are read.
@@ -242,9 +322,7 @@ def _parse_resume(argv: Sequence[str], saved: Config) -> TrainArguments:
                 f"is read only if the command names it: {shlex.join(corpus_arguments(saved.data))}."
             )
         data = dataclasses.replace(data, corpus=saved.data.corpus)
-    config = dataclasses.replace(
-        arguments.config, data=data, model=dataclasses.replace(model, **blocks)
-    )
+    config = dataclasses.replace(arguments.config, data=data, model=model)
     require_resumable(saved, config)
     return dataclasses.replace(arguments, config=config)
 

@@ -21,6 +21,8 @@ from typing import (
     get_type_hints,
 )
 
+import tyro
+
 
 class UserError(ValueError):
     """What the user asked for cannot be done. The message is a full sentence for the user."""
@@ -402,6 +404,9 @@ class TrainingConfig:
     seed: Annotated[int, Between(0, MAX_INT32)] = 0
     """The run is a pure function of the config, this seed included, except for the order of sums,
     which depends on the devices."""
+
+    init_from: Annotated[str | None, tyro.conf.Suppress] = None
+    """From which run or model `--init-from` took the weights. None: from random numbers."""
 
     def __post_init__(self):
         check_fields("training.", self)
