@@ -71,6 +71,13 @@ PRESETS: dict[str, tuple[str, Config]] = {
             training=TrainingConfig(steps=1800, eval_every=600),
         ),
     ),
+    "portable": (
+        "laptop with blocks that other libraries have: see docs/hugging-face.md",
+        Config(
+            model=ModelConfig(n_layers=6, mlp="swiglu", d_ff=176, embed_previous=0),
+            training=TrainingConfig(steps=1800, eval_every=600),
+        ),
+    ),
     "gpu": (
         "10.7 M parameters with the blocks of quick, for one data-centre GPU",
         Config(

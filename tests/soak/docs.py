@@ -34,6 +34,16 @@ RULES: dict[str, str | None] = {
     'pip install -e ".[tour]" && jupyter lab': None,
     "python -m gptlite.research.check_block": "",
     "python train.py --resume runs/NAME": None,  # the next command, in general
+    "python train.py --init-from": (
+        "--data.corpus text.txt --model.context-length 8 --training.batch-size 8 "
+        "--training.steps 4 --training.eval-every 2 --training.sample-tokens 4"
+    ),
+    # The prompts of benchmarks/pretrained.py and their continuations fit into the context.
+    "python train.py portable": (
+        f"{TRAIN.replace('context-length 16', 'context-length 160')} --data.tokenizer byte"
+    ),
+    "python -m gptlite.export": "",
+    "python benchmarks/pretrained.py": "",
     "python train.py --resume": "--data.corpus text.txt --training.steps 30",
     "python train.py m --summary": "--data.corpus text.txt",
     "python train.py --data.corpus": SMALL,
@@ -98,6 +108,7 @@ def shrink(command: str) -> str | None:
         return None
     command = command.removeprefix("pip install -e . && ")
     command = command.replace("roneneldan/TinyStories", "./stories")
+    command = command.replace("SmolLM2-135M/", "portable-hf/")
     if beginning == "python benchmarks/quality.py":
         command, _, options = command.partition(" -- ")
         command = f"{command.removesuffix('--seeds 0').strip()} --seeds 0 -- {options}".strip()

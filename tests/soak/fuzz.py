@@ -1,11 +1,12 @@
 """Hostile input, at random: `python tests/soak/fuzz.py --minutes 60`.
 
-Runs of strangers and comparisons (each file damaged, forged, or replaced by a link, a pipe, a
-folder, a huge file, or another name of a file outside; folders replaced by links; checkpoints with
-a forged record and a right digest), texts, prompts, and options with extreme values. Every case
-must end with exit code 0, or with 2 and one message (or with 1, where `check_block` names a block's
-mistakes). A traceback, a wait of more than 20 seconds, more than 2 GB of memory, a control
-character, a change outside of the run, and the execution of anything from the run are findings.
+Runs of strangers, models in Hugging Face's format and comparisons (each file damaged, forged, or
+replaced by a link, a pipe, a folder, a huge file, or another name of a file outside; folders
+replaced by links; checkpoints with a forged record and a right digest), texts, prompts, and options
+with extreme values. Every case must end with exit code 0, or with 2 and one message (or with 1,
+where `check_block` names a block's mistakes). A traceback, a wait of more than 20 seconds, more
+than 2 GB of memory, a control character, a change outside of the run, and the execution of anything
+from the run are findings.
 
 The scripts run in a process of their own, which lives for many cases. Exit code 1 if there is a
 finding. The test suite has a short version, `tests/test_fuzz.py`.
@@ -48,7 +49,7 @@ TINY = (
 )
 TRAIN = TINY.split()
 COMPARE = [*TRAIN, "--seeds", "2", "--vary", "model.norm=layer", "--name", "kept"]
-CHECK_BLOCK = "gptlite.research.check_block"
+CHECK_BLOCK, EXPORT = "gptlite.research.check_block", "gptlite.export"
 BLOCK = """
 import equinox as eqx
 
@@ -140,18 +141,21 @@ def fuzz(
 def draw_case(chance: random.Random, folder: Path, comparisons: bool) -> tuple[str, str, list[str]]:
     """What is attacked, the script, and its arguments."""
     kinds = {of_run: 12, of_options: 6, of_prompt: 2, of_corpus: 2, of_training: 3, of_block: 1}
+    kinds |= {of_import: 5}
     kinds |= {of_comparison: 3} if comparisons else {}
     return chance.choices(list(kinds), list(kinds.values()))[0](chance, folder)
 
 
 def of_run(chance: random.Random, folder: Path) -> tuple[str, str, list[str]]:
     run = folder / "runs" / "one"
-    script = chance.choice(["sample", "train"])
+    script = chance.choice(["sample", "sample", "train", "train", EXPORT])
     names = ["config.json", "tokenizer.json"] * 3
-    names += ["best.safetensors"] * 4 if script == "sample" else []
+    names += ["best.safetensors"] * 4 if script != "train" else []
     files = sorted(str(file.relative_to(run)) for file in run.rglob("*") if file.is_file())
     if script == "sample":
         argv = ["--run", "one", "--prompt", "The", "--max-new-tokens", "8"]
+    elif script == EXPORT:
+        argv = ["one", "runs/one/exported"]
     else:
         argv = ["--resume", "one", "--data.corpus", "text.txt", "--training.steps", "8"]
     if chance.random() < 0.1:
@@ -161,6 +165,22 @@ def of_run(chance: random.Random, folder: Path) -> tuple[str, str, list[str]]:
     what = damage(chance, run / name, folder / "runs" / "two" / name)
     place = "checkpoints/..." if name.startswith("checkpoints") else name
     return f"{script} {place} {what}", script, argv
+
+
+def of_import(chance: random.Random, folder: Path) -> tuple[str, str, list[str]]:
+    model = folder / "hf"
+    if chance.random() < 0.7:  # as if another had written it
+        config = json.loads((model / "config.json").read_bytes())
+        del config["gptlite"]
+        (model / "config.json").write_text(json.dumps(config))
+    names = ["config.json"] * 4 + ["tokenizer.json"] * 3 + ["model.safetensors"] * 2
+    name = chance.choice([*names, "generation_config.json"])
+    what = damage(chance, model / name, folder / "runs" / "one" / name)
+    if chance.random() < 0.7:
+        argv = ["--run", "hf:hf", "--prompt", "The", "--max-new-tokens", "8"]
+        return f"sample {name} {what}", "sample", argv
+    argv = ["--init-from", "hf:hf", "--data.corpus", "text.txt", "--training.steps", "2"]
+    return f"train {name} {what}", "train", [*argv, "--training.batch-size", "2"]
 
 
 def forge_record(chance: random.Random, folder: Path) -> str:
@@ -238,7 +258,7 @@ def forge(chance: random.Random, suffix: str, content: bytes) -> bytes:
     if suffix == ".safetensors":
         end = 8 + int.from_bytes(content[:8], "little")
         header = json.loads(content[8:end])
-        if chance.random() < 0.3:
+        if chance.random() < 0.3 and "evaluated" in header["__metadata__"]:
             evaluated = json.loads(header["__metadata__"]["evaluated"])
             header["__metadata__"]["evaluated"] = forged(chance, evaluated).decode()
             header = json.dumps(header).encode()
@@ -416,9 +436,12 @@ def make_files(folder: Path, comparisons: bool) -> Path:
     (folder / "blocks.py").write_text(BLOCK)
     worker = Worker(folder)
     other = ["--data.tokenizer", "byte", "--model.d-model", "8"]
-    for name, more in {"one": [], "two": other}.items():
+    portable = ["--model.embed-previous", "0", "--model.mlp", "swiglu"]
+    for name, more in {"one": portable, "two": other}.items():
         reply = worker.run("train", [*TRAIN, *more, "--run", name])
         assert reply["code"] == 0, reply
+    reply = worker.run(EXPORT, ["one", "hf"])
+    assert reply["code"] == 0, reply
     if comparisons:
         reply = worker.run("compare", COMPARE)
         assert reply["code"] == 0, reply
@@ -462,7 +485,7 @@ def outside(folder: Path, before: dict[str, tuple[int, int]]) -> str | None:
     changed = sorted(
         name
         for name in before.keys() | after.keys()
-        if before.get(name) != after.get(name) and "/runs/quick-" not in name
+        if before.get(name) != after.get(name) and not re.search(r"/runs/\.?quick-", name)
     )
     return f"changed: {changed}" if changed else None
 
@@ -526,7 +549,7 @@ def serve() -> None:
             stack.enter_context(mock.patch.object(sys, "argv", [f"{script}.py", *argv]))
             stack.enter_context(mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO())))
             try:
-                if script == CHECK_BLOCK:
+                if script in (CHECK_BLOCK, EXPORT):
                     runpy.run_module(script, run_name="__main__")
                 else:
                     runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")
