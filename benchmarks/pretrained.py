@@ -2,6 +2,7 @@
 `python benchmarks/pretrained.py FOLDER`, with a folder in Hugging Face's format."""
 
 import argparse
+import sys
 import tempfile
 from pathlib import Path
 
@@ -87,7 +88,9 @@ def main() -> None:
             np.array_equal(before.get_tensor(tensor), after.get_tensor(tensor))
             for tensor in before.keys()  # noqa: SIM118 - it is no dict
         )
-    print(f"\nexported again, {'all weights are the same' if same else 'WEIGHTS DIFFER'}")
+    if not same:
+        sys.exit("\nexported again, the weights differ")
+    print("\nexported again, all weights are the same")
 
 
 if __name__ == "__main__":
