@@ -124,16 +124,16 @@ def timed(work: Callable[[], Any], repeats: int) -> float:
     return (time.perf_counter() - start) / repeats
 
 
-def make_matmul() -> Round:
-    """A float32 product of 1,024 x 1,024 matrices, in seconds per FLOP: the faster of JAX and
-    PyTorch. It is the limit for GFLOP/s."""
+def make_matmul(dtype: str) -> Round:
+    """A product of 1,024 x 1,024 matrices, in seconds per FLOP: the faster of JAX and PyTorch. It
+    is the limit for GFLOP/s."""
     import jax
     import jax.numpy as jnp
     import torch
 
-    x = jnp.ones((1024, 1024))
-    product = jax.jit(lambda x: x @ x)
-    y = torch.ones((1024, 1024))
+    x = jnp.ones((1024, 1024), dtype)
+    product = jax.jit(lambda x: jnp.matmul(x, x, preferred_element_type=jnp.float32))
+    y = torch.ones((1024, 1024), dtype=getattr(torch, dtype))
     flops = 2 * 1024**3
     return lambda: (
         min(timed(lambda: product(x).block_until_ready(), 20), timed(lambda: y @ y, 20)) / flops
