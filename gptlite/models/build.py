@@ -25,7 +25,7 @@ from gptlite.config import (
 )
 from gptlite.nn.attention import Attention, CrossAttention, Heads, ValueResidual
 from gptlite.nn.block import Block, ParallelBlock, PostNorm, PreNorm, SandwichNorm
-from gptlite.nn.mlp import ACTIVATIONS, MLP, GatedMLP, MoE
+from gptlite.nn.mlp import ACTIVATIONS, MLP, GatedMLP, MoE, gelu, silu
 from gptlite.nn.norms import DyT, LayerNorm, RMSNorm
 from gptlite.nn.positions import (
     ALiBi,
@@ -290,8 +290,8 @@ TABLES: dict[str, dict[str, Callable[..., Any]]] = {
     "attention": {"full": _full_attention, "sliding": _sliding_attention},
     "mlp": {
         **{name: _mlp(MLP, activation) for name, activation in ACTIVATIONS.items()},
-        "swiglu": _mlp(GatedMLP, jax.nn.silu),
-        "geglu": _mlp(GatedMLP, jax.nn.gelu),
+        "swiglu": _mlp(GatedMLP, silu),
+        "geglu": _mlp(GatedMLP, gelu),
         "moe": _moe,
     },
     "norm": {

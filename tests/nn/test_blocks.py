@@ -199,6 +199,23 @@ def test_activations_are_their_formulas(name):
     np.testing.assert_allclose(ACTIVATIONS[name](jnp.asarray(x)), expected, atol=tolerance)
 
 
+@pytest.mark.parametrize("name", ["gelu", "silu", "tanh", "sigmoid"])
+def test_in_bfloat16_an_activation_and_its_gradient_are_rounded_once(name):
+    """Computed in bfloat16, intermediate results would be rounded, too."""
+    x = jnp.linspace(-5, 5, 99).astype(jnp.bfloat16)
+
+    def value_and_gradient(x):
+        value, backward = jax.vjp(ACTIVATIONS[name], x)
+        return value, *backward(jnp.ones_like(value))
+
+    for half, exact in zip(
+        jax.jit(value_and_gradient)(x), value_and_gradient(jnp.float32(x)), strict=True
+    ):
+        assert half.dtype == jnp.bfloat16
+        # Half a unit in the last place, and float32's own error where the result cancels.
+        np.testing.assert_allclose(jnp.float32(half), exact, rtol=2.0**-8, atol=1e-6)
+
+
 def test_mlp_and_gated_mlp_are_their_formulas():
     x = np.asarray(X, np.float64)
     mlp = MLP(8, 12, activation=ACTIVATIONS["relu2"], std=0.5, down_std=0.5, bias=True, key=KEY)
