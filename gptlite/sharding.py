@@ -1,6 +1,7 @@
 """The mesh of devices, and how arrays are sharded over it.
 
-All other code computes on whole arrays, as if there were one device. A mesh has three axes:
+All other code computes on whole arrays, as if there were one device, except in `by_rows`. A mesh
+has three axes:
 
     data     each device has rows of the batch of its own, and a copy of the parameters
     fsdp     as data, but each device keeps a part of every matrix, and gathers a layer's matrices
@@ -20,10 +21,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, PRNGKeyArray
 
 from gptlite.config import UserError
 from gptlite.pytrees import is_array, is_stacked, path_name
+from gptlite.row_keys import row_key
 
 T = TypeVar("T")
 
@@ -185,17 +187,43 @@ def map_over_devices(function: Callable[[Array], Array], x: Array) -> Array:
     return constrain(y, None, *rest)[:count]
 
 
+def n_row_shards() -> int:
+    """How many devices `by_rows` divides a batch over."""
+    mesh = _mesh()
+    if mesh is None or mesh.shape["fsdp"] * mesh.shape["tensor"] > 1:
+        return 1
+    return mesh.shape["data"]
+
+
+def by_rows(
+    function: Callable[[Any, Any, PRNGKeyArray], T], shared: Any, rows: Any, key: PRNGKeyArray
+) -> T:
+    """`function(shared, rows, key)` of each of the `n_row_shards` devices' rows, stacked along a
+    new first axis. `key` draws for each row what it would draw if one device had all rows.
+
+    For gradients: what each device computes is summed after it is complete. Left to itself, the
+    compiler would move each layer's gradient between the devices when it is computed, in every
+    micro-batch.
+    """
+    if n_row_shards() == 1:
+        return jax.tree.map(lambda x: x[None], function(shared, rows, key))
+
+    def on_device(shared, rows, key):
+        key = row_key(jax.random.wrap_key_data(key), jax.lax.axis_index("data"))
+        return jax.tree.map(lambda x: x[None], function(shared, rows, key))
+
+    return jax.shard_map(
+        on_device,
+        in_specs=(PartitionSpec(), PartitionSpec("data"), PartitionSpec()),
+        out_specs=PartitionSpec("data"),
+        check_vma=False,
+    )(shared, rows, jax.random.key_data(key))
+
+
 def is_sharded(axis: str) -> bool:
     """Whether there are several devices along an axis of the mesh."""
     mesh = _mesh()
     return mesh is not None and mesh.shape[axis] > 1
-
-
-def n_row_shards(rows: int) -> int:
-    """The number of equal parts of `rows` on the devices; 1 if the devices do not divide it."""
-    mesh = _mesh()
-    parts = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
-    return parts if rows % parts == 0 else 1
 
 
 def targets_nvidia() -> bool:
@@ -205,9 +233,9 @@ def targets_nvidia() -> bool:
 
 
 def _mesh() -> Any:
-    """The current mesh, if it has several devices for one model."""
+    """The current mesh, if it has several devices for one model. None inside `by_rows`."""
     mesh = jax.sharding.get_abstract_mesh()
-    if not set(AXES) <= set(mesh.shape):
+    if not set(AXES) <= set(mesh.shape) or mesh.manual_axes:
         return None
     return mesh if math.prod(mesh.shape[axis] for axis in AXES) > 1 else None
 

@@ -8,8 +8,6 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from gptlite.sharding import n_row_shards
-
 
 def wide_dtype(dtype: DTypeLike) -> jnp.dtype:
     """The dtype of sums, exponentials and losses: float32, or float64 if `dtype` is float64."""
@@ -96,14 +94,7 @@ def _atb_on_cpu(
     a: Float[Array, "*batch m k"], b: Float[Array, "*batch m n"]
 ) -> Float[Array, "*batch k n"]:
     """`a.T @ b`."""
-    parts = n_row_shards(len(a)) if a.ndim == 2 else 1
-    if parts == 1 or a.dtype != jnp.bfloat16:
-        return _ab_on_cpu(jnp.swapaxes(a, -1, -2), b)
-    # Each device's rows by themselves: a flat `aᵀ` would mix them, and be gathered.
-    a, b = (x.reshape(parts, -1, x.shape[-1]) for x in (a, b))
-    a, b = _row_major(jnp.swapaxes(a, 1, 2)), _row_major(b)
-    dimensions = ((0, 2), (0, 1)), ((), ())
-    return lax.dot_general(a, b, dimensions, preferred_element_type=wide_dtype(a.dtype))
+    return _ab_on_cpu(jnp.swapaxes(a, -1, -2), b)
 
 
 def _forward(a, b):
