@@ -1,5 +1,6 @@
 """Scaled dot-product attention: the one function that computes it."""
 
+import itertools
 import math
 
 import equinox as eqx
@@ -12,6 +13,9 @@ from gptlite.nn.context import Start
 from gptlite.nn.positions import token_positions
 from gptlite.nn.product import product
 from gptlite.sharding import targets_nvidia
+
+# Causal attention is computed for blocks of at least this many queries, and at most so many blocks.
+BLOCK, MAX_BLOCKS = 128, 8
 
 Queries = Float[Array, "*batch heads queries d_head"]
 Keys = Float[Array, "*batch kv_heads keys d_head"]
@@ -40,12 +44,49 @@ def attend(
 
     - `key`, `value`: may have fewer heads than `query`: successive heads share one.
     - `mask`: False where a query may not see a key.
-    - `is_causal`: query i sees the keys 0 to i, with `window` the last `window` of these.
+    - `is_causal`: query i sees the keys 0 to i, with `window` the last `window` of these. Long
+      sequences are computed in blocks of queries, each with no key that none of them sees.
     - `dropout`: the share of the weights that is dropped, if there is a `dropout_key`.
     """
-    drops = dropout > 0 and dropout_key is not None
-    if bias is None and mask is None and not drops and _has_flash(query, key, value):
+    if dropout == 0:
+        dropout_key = None
+    if bias is None and mask is None and dropout_key is None and _has_flash(query, key, value):
         return _flash(query, key, value, is_causal, window)
+    queries, keys = query.shape[-2], key.shape[-2]
+    if not is_causal:
+        return _attend(query, key, value, bias, mask, dropout, dropout_key)
+    causal = causal_mask(queries, keys, 0, window)
+    mask = causal if mask is None else mask & causal
+    count = min(max(1, queries // BLOCK), MAX_BLOCKS)
+    ends = [queries * i // count for i in range(count + 1)]
+    blocks = []
+    for i, (start, end) in enumerate(itertools.pairwise(ends)):
+        first = 0 if window is None else max(0, start + 1 - window)
+        seen = slice(first, min(end, keys))
+        blocks.append(
+            _attend(
+                query[..., start:end, :],
+                key[..., seen, :],
+                value[..., seen, :],
+                None if bias is None else bias[..., start:end, seen],
+                mask[..., start:end, seen],
+                dropout,
+                None if dropout_key is None else jax.random.fold_in(dropout_key, i),
+            )
+        )
+    return jnp.concatenate(blocks, axis=-2)
+
+
+def _attend(
+    query: Queries,
+    key: Keys,
+    value: Float[Array, "*batch kv_heads keys d_value"],
+    bias: Float[Array, "*#batch heads queries keys"] | None,
+    mask: Bool[Array, "*#batch #heads #queries keys"] | None,
+    dropout: float,
+    dropout_key: PRNGKeyArray | None,
+) -> Float[Array, "*batch heads queries d_value"]:
+    """`attend` of all queries to all keys that the mask lets them see."""
     *batch, heads, queries, d_head = query.shape
     kv_heads, keys = key.shape[-3:-1]
     # Heads of queries that share keys are joined into one longer sequence.
@@ -54,14 +95,11 @@ def attend(
     scores = scores.reshape(*batch, heads, queries, keys)
     if bias is not None:
         scores = scores + bias.astype(scores.dtype)
-    if is_causal:
-        causal = causal_mask(queries, keys, 0, window)
-        mask = causal if mask is None else mask & causal
     if mask is not None:
         scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
     weights = jnp.exp(scores - lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    if drops:
+    if dropout_key is not None:
         weights = eqx.nn.Dropout(dropout)(weights, key=dropout_key)
     # The product with V is divided by the sum, because it has fewer numbers than the weights. For
     # a single query, XLA's CPU compiler would repeat the division for every output of the next

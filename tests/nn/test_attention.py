@@ -84,6 +84,34 @@ def test_attention_is_the_formula(queries, keys, offset):
         np.testing.assert_array_equal(out, one_head(q, k, v, **CAUSAL))
 
 
+@pytest.mark.parametrize("kv_heads", [1, 3])
+@pytest.mark.parametrize(
+    ("queries", "keys", "window"), [(257, 257, None), (300, 320, 70), (1200, 1100, None)]
+)
+def test_blocks_of_queries_change_nothing(queries, keys, window, kv_heads, monkeypatch):
+    """Value and gradients of long sequences, with a bias and a mask, in several blocks and in one.
+    More keys than queries, and fewer."""
+    q, k, v = random_qkv(queries, keys)
+    k, v = k[:kv_heads], v[:kv_heads]
+    bias, mask = jax.random.normal(jax.random.key(1), (2, 3, queries, keys))
+    mask = mask.at[..., 0].set(1.0) > 0  # so that the first query sees a key
+
+    def value_and_gradients():
+        def loss(*arrays):
+            *qkv, bias = arrays
+            out = three_heads(*qkv, bias=bias, mask=mask[None, 0], is_causal=True, window=window)
+            return jnp.sum(jnp.sin(out)), out
+
+        gradient = jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True)
+        return jax.jit(gradient)(q, k, v, bias)
+
+    blocks = value_and_gradients()
+    monkeypatch.setattr(dot_product, "BLOCK", 10_000)
+    whole = value_and_gradients()
+    for x, y in zip(jax.tree.leaves(blocks), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+
+
 def test_large_scores_neither_overflow_nor_lose_the_sum():
     q, k, v = random_qkv(6, 6, scale=40.0)
     out = one_head(q, k, v, **CAUSAL)
