@@ -1,6 +1,5 @@
 """Multi-head attention: of a sequence to itself, and of a decoder to an encoder's output."""
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 from gptlite.nn.cache import KVCache
 from gptlite.nn.context import WHOLE_SEQUENCE, Context, PerSequence
 from gptlite.nn.dot_product import Keys, Queries, attend, causal_mask
+from gptlite.nn.layout import split_columns, swap_heads
 from gptlite.nn.linear import Linear, project
 from gptlite.nn.norms import RMSNorm
 from gptlite.nn.positions import ALiBi, NoPositions, RelativeBias, Rotary
@@ -98,8 +98,7 @@ class Heads(eqx.Module):
         y = project(x, jnp.concatenate([layer.weight for layer in layers]))
         if biases:
             y = y + jnp.concatenate(biases)
-        ends = itertools.accumulate(len(layer.weight) for layer in layers[:-1])
-        return jnp.split(y.astype(x.dtype), list(ends), axis=-1)
+        return split_columns(y.astype(x.dtype), tuple(len(layer.weight) for layer in layers))
 
     def split(
         self, projected: Float[Array, "*batch seq d"], norm: Callable[..., Any] | None = None
@@ -109,13 +108,13 @@ class Heads(eqx.Module):
         x = projected.reshape(*leading, d // self.d_head, self.d_head)
         if norm is not None:
             x = norm(x)  # before the axes are swapped: faster on a CPU
-        return constrain(jnp.swapaxes(x, -2, -3), "batch", "heads", None, None)
+        return constrain(swap_heads(x), "batch", "heads", None, None)
 
     def join(
         self, heads: Float[Array, "*batch heads seq d_head"]
     ) -> Float[Array, "*batch seq d_model"]:
         """The output layer, applied to the heads' results side by side."""
-        out = jnp.swapaxes(constrain(heads, "batch", "heads", None, None), -2, -3)
+        out = swap_heads(constrain(heads, "batch", "heads", None, None))
         *leading, n_heads, d_head = out.shape
         return self.output(out.reshape(*leading, n_heads * d_head))
 
