@@ -16,10 +16,10 @@ from gptlite.config import OptimizerConfig, TrainingConfig, UserError
 from gptlite.nn.product import widen
 from gptlite.nn.stack import Stack
 from gptlite.sharding import (
-    by_rows,
     check_rows,
     constrain,
     constrain_parameters,
+    mean_by_rows,
     n_row_shards,
     place,
     place_batches,
@@ -224,11 +224,8 @@ class TrainSteps:
             (params, arrays), weight = shared
             return self._gradient(params, eqx.combine(arrays, static), batch, key, weight)
 
-        grads, losses = by_rows(gradient, shared, batch, key)
-        # Stacked before they are summed over devices: each array that devices exchange on a CPU
-        # takes about 50 µs, whatever its size.
-        (grads,) = jax.vmap(stack)(grads)
-        return jax.tree.map(lambda x: jnp.mean(x, axis=0), (losses, grads))
+        grads, loss = mean_by_rows(gradient, shared, batch, key)
+        return loss, *stack(grads)
 
     def _gradient(
         self,
