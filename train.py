@@ -85,7 +85,8 @@ def train(arguments: TrainArguments) -> None:
         model_key, sample_key = jax.random.split(jax.random.key(training.seed))
         shapes = eqx.filter_eval_shape(make_model, config.model, tokenizer, key=model_key)
         if arguments.summary:
-            print(summary(shapes, batch_size=training.batch_size // training.accumulation))
+            rows = training.batch_size // (training.accumulation or 1)
+            print(summary(shapes, batch_size=rows))
             return
         parameters = count_parameters(shapes)
 

@@ -363,9 +363,10 @@ class TrainingConfig:
     batch_size: Annotated[int, Between(1, MAX_INT32)] = 8
     """Windows of context_length tokens in one step."""
 
-    accumulation: Annotated[int, Between(1, MAX_INT32)] = 1
+    accumulation: Annotated[int | None, Between(1, MAX_INT32)] = None
     """Compute a step's gradient in this many equal parts, one after the other. Less memory, same
-    result. Must divide batch_size."""
+    result. Must divide batch_size. None: on a CPU, parts of about 1,000 tokens a device, which its
+    caches hold; on other devices 1."""
 
     label_smoothing: Annotated[float, Between(0.0, 0.99)] = 0.0
     """Share of the target's probability spread over the whole vocabulary (training only)."""
@@ -411,7 +412,7 @@ class TrainingConfig:
     def __post_init__(self):
         check_fields("training.", self)
         require(
-            self.batch_size % self.accumulation == 0,
+            self.batch_size % (self.accumulation or 1) == 0,
             "training.accumulation must divide training.batch_size, got accumulation "
             f"{self.accumulation} and batch_size {self.batch_size}.",
         )

@@ -11,17 +11,19 @@ from jaxtyping import Array, PRNGKeyArray, Shaped, UInt, UInt32
 THREEFRY = jax.extend.random.threefry_prng_impl
 
 
-def row_key(key: PRNGKeyArray, shard: ArrayLike) -> PRNGKeyArray:
-    """A key for the rows of shard number `shard` of a batch, of equal shards.
+def row_key(key: PRNGKeyArray, shard: ArrayLike, shards: int) -> PRNGKeyArray:
+    """A key for the rows of shard number `shard`, when the rows that `key` is for are cut into so
+    many equal shards, one after the other.
 
     What is drawn with it, in the shape `[rows of a shard, ...]`, is that shard's part of what `key`
-    draws in the shape `[rows of the batch, ...]`. The same holds for keys that are split from it.
-    So dropout does not depend on the number of devices.
+    draws in the shape `[rows of all shards, ...]`. The same holds for keys that are split from it.
+    So dropout does not depend on the number of devices, or of parts of a batch.
 
-    `key` must be one of Threefry, with `jax_threefry_partitionable`: JAX's default.
+    `key` must be one of these, or one of Threefry with `jax_threefry_partitionable`: JAX's default.
     """
-    shard = jnp.asarray(shard, jnp.uint32)
-    data = jnp.concatenate([jax.random.key_data(key), shard[None]])
+    threefry, outer = jnp.split(jax.random.key_data(key), [2])
+    place = (outer if outer.size else jnp.zeros(1, jnp.uint32)) * jnp.uint32(shards)
+    data = jnp.concatenate([threefry, place + jnp.asarray(shard, jnp.uint32)])
     return jax.random.wrap_key_data(data, impl=_ROWS)
 
 

@@ -12,7 +12,7 @@ from gptlite.config import MeshConfig, TrainingConfig, UserError
 
 def usable_cpu_devices(training: TrainingConfig, mesh: MeshConfig) -> int:
     """`training.cpu_devices`, reduced so that the devices share a batch evenly."""
-    rows = training.batch_size // training.accumulation
+    rows = training.batch_size // (training.accumulation or 1)
     return mesh.tensor * math.gcd(max(1, training.cpu_devices // mesh.tensor), rows)
 
 

@@ -205,13 +205,15 @@ def mean_by_rows(
     For gradients: what a device computes is exchanged once, when it is complete. Left to itself,
     the compiler would exchange each layer's gradient when it is computed, in every micro-batch.
     """
-    if n_row_shards() == 1:
+    n_shards = n_row_shards()
+    if n_shards == 1:
         return function(shared, rows, key)
 
     def on_device(shared, rows, key):
-        key = row_key(jax.random.wrap_key_data(key), jax.lax.axis_index("data"))
+        device = jax.lax.axis_index("data")
+        key = row_key(jax.random.wrap_key_data(key), device, n_shards)
         out = function(shared, rows, key)
-        if _device_kind() != "cpu":
+        if not targets_cpu():
             return jax.lax.pmean(out, "data")
         # As one array: each one that the devices of a CPU exchange takes 50 µs, whatever its size.
         flat, unravel = jax.flatten_util.ravel_pytree(out)
@@ -234,6 +236,11 @@ def is_sharded(axis: str) -> bool:
 def targets_nvidia() -> bool:
     """Whether the devices of the mesh are NVIDIA's GPUs."""
     return "NVIDIA" in _device_kind()
+
+
+def targets_cpu() -> bool:
+    """Whether the devices of the mesh are those of a CPU."""
+    return _device_kind() == "cpu"
 
 
 def _device_kind() -> str:

@@ -230,7 +230,7 @@ class Comparison:
     def _seeds_that_fit(self, config: Config) -> int:
         """How many seeds fit into memory."""
         skeleton = self._skeleton(config)
-        rows = config.training.batch_size // config.training.accumulation
+        rows = config.training.batch_size // (config.training.accumulation or 1)
         # Parameters, gradients, two moments, in float32.
         each = 16 * count_parameters(skeleton) + activation_bytes(skeleton, rows)
         seeds = max(1, int(MEMORY_SHARE * free_memory() / each))

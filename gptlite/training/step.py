@@ -15,21 +15,28 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, Shaped
 from gptlite.config import OptimizerConfig, TrainingConfig, UserError
 from gptlite.nn.product import widen
 from gptlite.nn.stack import Stack
+from gptlite.row_keys import row_key
 from gptlite.sharding import (
     check_rows,
     constrain,
     constrain_parameters,
+    is_sharded,
     mean_by_rows,
     n_row_shards,
     place,
     place_batches,
     place_seeds,
     skeleton,
+    targets_cpu,
 )
 from gptlite.training.loss import window_losses
 from gptlite.training.optimizer import is_parameter, make_optimizer, make_schedule
 
 T = TypeVar("T")
+
+# The most tokens for which a device of a CPU computes the gradient at once: 4 windows of 257 ids.
+# Their activations stay in its caches. (benchmarks/NOTES.md)
+CPU_TOKENS = 1100
 
 # The arguments of `TrainSteps`, which describes them.
 Losses = Callable[..., Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, ""]]]
@@ -88,7 +95,7 @@ class TrainSteps:
         **Raises:** `UserError` if the devices of `mesh` cannot share a batch, or the optimizer does
         not fit the model.
         """
-        check_rows(mesh, training.batch_size // training.accumulation)
+        check_rows(mesh, training.batch_size // (training.accumulation or 1))
         self.mesh, self.training = mesh, training
         self._losses, self._loss_mask, self._trainable = losses, loss_mask, trainable
         params = eqx.filter(model, trainable)
@@ -208,11 +215,10 @@ class TrainSteps:
         """The mean of a batch's losses that count (0 if none does), and the gradient of this mean
         and the auxiliary loss, computed in `training.accumulation` equal parts."""
         loss_mask, dtype = self._loss_mask, jnp.dtype(self.training.compute_dtype)
-        # What multiplies the sum of a part's losses, so that every loss has the same weight.
+        # What multiplies the sum of a device's losses, so that every loss has the same weight.
         weight = jnp.ones(())
         if loss_mask is not None:
-            parts = self.training.accumulation * n_row_shards()
-            weight = parts / jnp.maximum(jnp.sum(loss_mask(batch)), 1)
+            weight = n_row_shards() / jnp.maximum(jnp.sum(loss_mask(batch)), 1)
         params, rest = eqx.partition(model, self._trainable)
         # Layers are cast and unstacked, and their gradients stacked, once a step and not in each of
         # its parts.
@@ -235,8 +241,9 @@ class TrainSteps:
         key: PRNGKeyArray,
         weight: Float[Array, ""],
     ) -> tuple[PyTree, Float[Array, ""]]:
-        """The gradient of `params` in at least float32, and the mean loss."""
-        parts = self.training.accumulation
+        """The gradient of `params` in at least float32, and the mean loss, of a device's rows."""
+        parts = self.training.accumulation or _parts(batch)
+        weight *= parts
 
         def objective(params, batch, key):
             mean, aux_loss = self._mean_loss(eqx.combine(params, rest), batch, key, weight)
@@ -249,16 +256,15 @@ class TrainSteps:
             return gradient(batch, key)
 
         def split(x):
-            # Row i of part j is row `i * parts + j`, so that each device keeps its rows.
-            x = jnp.swapaxes(x.reshape(-1, parts, *x.shape[1:]), 0, 1)
+            x = x.reshape(parts, -1, *x.shape[1:])
             return constrain(x, None, "batch", *(None,) * (x.ndim - 2))
 
         def add_part(total, part):
-            return jax.tree.map(jnp.add, total, gradient(*part)), None
+            batch, number = part
+            return jax.tree.map(jnp.add, total, gradient(batch, row_key(key, number, parts))), None
 
-        keys = jax.random.split(key, parts)
         zero = jax.tree.map(lambda x: widen(jnp.zeros_like(x)), (params, jnp.zeros(())))
-        total, _ = lax.scan(add_part, zero, (jax.tree.map(split, batch), keys))
+        total, _ = lax.scan(add_part, zero, (jax.tree.map(split, batch), jnp.arange(parts)))
         return jax.tree.map(lambda x: x / parts, total)
 
     def _mean_loss(
@@ -268,7 +274,7 @@ class TrainSteps:
         key: PRNGKeyArray,
         weight: Float[Array, ""],
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """The mean loss of one part of a device's rows, and the auxiliary loss."""
+        """The mean loss and the auxiliary loss of one part of a device's rows."""
         smoothing = self.training.label_smoothing
         found = self._losses(model, batch, label_smoothing=smoothing, key=key)
         if not isinstance(found, tuple):
@@ -289,6 +295,16 @@ class TrainSteps:
                 f"{list(mask.shape)}."
             )
         return jnp.sum(jnp.where(mask, losses, 0)) * weight, aux_loss
+
+
+def _parts(batch: PyTree[Shaped[Array, "batch ..."]]) -> int:
+    """In how many parts a device computes the gradient of its rows, if the config does not say."""
+    leaves = jax.tree.leaves(batch)
+    rows, tokens = len(leaves[0]), max(x.shape[1] if x.ndim > 1 else 1 for x in leaves)
+    if not targets_cpu() or is_sharded("fsdp") or is_sharded("tensor"):
+        return 1
+    divisors = (parts for parts in range(1, rows) if rows % parts == 0)
+    return next((parts for parts in divisors if rows // parts * tokens <= CPU_TOKENS), rows)
 
 
 def unstacked(model: T) -> T:

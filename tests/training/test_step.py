@@ -57,10 +57,7 @@ def test_accumulation_gives_the_whole_batchs_gradient(dropout):
     model = tiny_model(dropout=dropout)
     whole = grads_of(model, BATCHES[0], TRAINING)
     parts = grads_of(model, BATCHES[0], dataclasses.replace(TRAINING, accumulation=2))
-    if dropout == 0.0:
-        trees_close(whole, parts)
-    else:  # other masks, the same size
-        assert 0.5 < float(parts[0] / whole[0]) < 2.0
+    trees_close(whole, parts)
 
 
 @pytest.mark.parametrize("parts", [1, 4])
