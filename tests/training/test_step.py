@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from conftest import TINY, VOCAB
 
+from gptlite import sharding
 from gptlite.config import OptimizerConfig, TrainingConfig, UserError
 from gptlite.models.gpt import GPT
 from gptlite.sharding import make_mesh
 from gptlite.training.loss import window_losses
-from gptlite.training.step import TrainSteps
+from gptlite.training.step import TrainSteps, _parts
 
 TRAINING = TrainingConfig(steps=10, batch_size=4, log_every=5, compute_dtype="float32")
 SHAPE = (5, 4, TINY.context_length + 1)
@@ -58,6 +59,29 @@ def test_accumulation_gives_the_whole_batchs_gradient(dropout):
     whole = grads_of(model, BATCHES[0], TRAINING)
     parts = grads_of(model, BATCHES[0], dataclasses.replace(TRAINING, accumulation=2))
     trees_close(whole, parts)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "parts"), [(32, 257, 8), (4, 257, 1), (6, 65, 1), (7, 1025, 7)]
+)
+def test_a_cpu_computes_in_parts_of_a_thousand_tokens(rows, tokens, parts):
+    """The rows of one device. (Where no mesh is set, nothing is known of the devices.)"""
+    batch = jnp.zeros((rows, tokens), jnp.int32)
+    assert _parts(batch) == 1
+    with jax.set_mesh(make_mesh(devices=jax.devices()[:1])):
+        assert _parts(batch) == parts
+
+
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_devices_exchange_one_array_or_many_with_the_same_result(is_cpu, monkeypatch):
+    """With dropout. Devices that are no CPU exchange each gradient by itself."""
+    monkeypatch.setattr(sharding, "targets_cpu", lambda: is_cpu)
+    model = tiny_model(dropout=0.1)
+    steps = steps_of(model)
+    assert steps.mesh.size > 1
+    with jax.set_mesh(steps.mesh):
+        found = eqx.filter_jit(steps.loss_and_grads)(model, BATCHES[0], jax.random.key(0))
+    trees_close(grads_of(model, BATCHES[0]), found)
 
 
 @pytest.mark.parametrize("parts", [1, 4])
