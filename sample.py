@@ -1,6 +1,7 @@
 """Generate text with a trained model: `python sample.py --prompt "ROMEO:"`."""
 
 import contextlib
+import math
 import sys
 from pathlib import Path
 
@@ -27,7 +28,8 @@ def sample(arguments: SampleArguments) -> None:
     from gptlite.runs.load import load_any
     from gptlite.runtime import set_up_jax
 
-    set_up_jax()
+    # Two, as in training: for more, generating is too little work.
+    set_up_jax(cpu_devices=math.gcd(2, arguments.num_samples))
     with contextlib.redirect_stdout(sys.stderr):  # standard output is for the generated text
         run = load_any(arguments.run, arguments.weights, arguments.custom)
     prompt = read_prompt(arguments)

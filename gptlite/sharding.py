@@ -36,6 +36,9 @@ SEEDS = "seeds"
 # The axes of the mesh over which an axis of an array is sharded.
 MESH_AXES = {"batch": ("data", "fsdp"), "heads": "tensor", "vocab": "tensor", "all": AXES}
 
+# Bytes of a model that each device of a CPU gets a copy of, to generate: see `row_mesh`.
+MAX_COPIED = 2**25
+
 # Matrices `[d_out, d_in]`, by their module. Those that read the residual stream are cut along their
 # outputs, those that write to it along their inputs. So a tensor-parallel branch needs one sum, at
 # its end.
@@ -118,10 +121,15 @@ def replicate(tree: T, mesh: Mesh) -> T:
     return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
 
 
+def is_whole(tree: Any) -> bool:
+    """Whether every device holds all of the arrays of `tree`."""
+    arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+    return all(x.is_fully_replicated for x in arrays)
+
+
 def local(tree: T) -> T:
     """`tree` on the first device, if every device holds all of it; else as it is."""
-    arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
-    if not all(x.is_fully_replicated for x in arrays):
+    if not is_whole(tree):
         return tree
     return jax.tree.map(lambda x: x.addressable_data(0) if isinstance(x, jax.Array) else x, tree)
 
@@ -225,6 +233,37 @@ def mean_by_rows(
         out_specs=PartitionSpec(),
         check_vma=False,
     )(shared, rows, jax.random.key_data(key))
+
+
+def row_mesh(rows: int, model: Any) -> Mesh | None:
+    """A mesh of devices that share `rows` rows evenly, each with the whole of `model`; None if that
+    is one device.
+
+    The devices of a CPU read their copies of the model from one memory. For matrices that do not
+    stay in the processor's cache, they are no faster than one of them, so these are not copied.
+    """
+    devices = jax.local_devices()
+    count = math.gcd(len(devices), rows)
+    size = sum(x.nbytes for x in jax.tree.leaves(model) if isinstance(x, jax.Array))
+    too_large = devices[0].platform == "cpu" and size > MAX_COPIED
+    return None if count == 1 or too_large else make_mesh(devices=devices[:count])
+
+
+def map_rows(function: Callable[[Any, Any], T], mesh: Mesh | None, shared: Any, rows: Any) -> T:
+    """`function(shared, rows)`, in which each device of `mesh` (None: the current one) computes
+    its share of the rows: the first axis of the arrays in `rows` and in the result. Scalars in
+    `rows` are shared."""
+    if mesh is None:
+        return function(shared, rows)
+    arrays, rest = eqx.partition(shared, eqx.is_array)
+    specs = jax.tree.map(lambda x: PartitionSpec("data") if x.ndim else PartitionSpec(), rows)
+    return jax.shard_map(
+        lambda arrays, rows: function(eqx.combine(arrays, rest), rows),
+        mesh=mesh,
+        in_specs=(PartitionSpec(), specs),
+        out_specs=PartitionSpec("data"),
+        check_vma=False,
+    )(arrays, rows)
 
 
 def is_sharded(axis: str) -> bool:

@@ -13,7 +13,7 @@ from gptlite.nn.cache import KVCache
 from gptlite.nn.context import WHOLE_SEQUENCE, Context, PerSequence
 from gptlite.nn.dot_product import Keys, Queries, attend, causal_mask
 from gptlite.nn.layout import split_columns, swap_heads
-from gptlite.nn.linear import Linear, project
+from gptlite.nn.linear import Linear, TransposedLinear
 from gptlite.nn.norms import RMSNorm
 from gptlite.nn.positions import ALiBi, NoPositions, RelativeBias, Rotary
 from gptlite.sharding import constrain, is_sharded
@@ -38,6 +38,8 @@ class Heads(eqx.Module):
     output: Linear
     query_norm: RMSNorm | None
     key_norm: RMSNorm | None
+    qkv_layer: Linear | TransposedLinear | None
+    """The layers of query, key and value as one, or None: see `joined`."""
     d_head: int = eqx.field(static=True)
 
     def __init__(
@@ -80,25 +82,46 @@ class Heads(eqx.Module):
         self.query_norm, self.key_norm = (
             RMSNorm(d_head, use_weight=qk_gain, eps=qk_eps) if qk_norm else None for _ in range(2)
         )
+        self.qkv_layer = None
         self.d_head = d_head
 
-    def qkv(
-        self, x: Float[Array, "*batch seq d_model"], *, fused: bool
-    ) -> Sequence[Float[Array, "*batch seq _"]]:
-        """Queries, keys and values, heads not yet split. `fused` computes them as one wide product,
-        which is faster than three narrow ones, unless `x` is so short that joining the matrices
-        costs more than the products."""
+    def joined(self) -> "Heads":
+        """The same heads with the matrices of queries, keys and values as one, for loops over
+        tokens: one wide product is faster than three narrow ones, but to join their matrices takes
+        longer than the product of a single token."""
+        layer = self._joined_layer()
+        if layer is None:
+            return self
+        return eqx.tree_at(lambda heads: heads.qkv_layer, self, layer, is_leaf=lambda x: x is None)
+
+    def _joined_layer(self) -> Linear | None:
+        """Query, key and value as one layer. None if there is no such layer."""
         layers = (self.query, self.key, self.value)
         biases = [layer.bias for layer in layers if layer.bias is not None]
         # A layer of another type, such as one with a call hook, is called itself.
         alike = all(type(layer) is Linear for layer in layers) and len(biases) in (0, 3)
         # Joining matrices that are cut over devices would move them.
-        if not fused or not alike or is_sharded("tensor"):
+        if not alike or is_sharded("tensor"):
+            return None
+        weight = jnp.concatenate([layer.weight for layer in layers])
+        bias = jnp.concatenate(biases) if biases else None
+        return eqx.tree_at(
+            lambda layer: (layer.weight, layer.bias),
+            self.query,
+            (weight, bias),
+            is_leaf=lambda x: x is None,
+        )
+
+    def qkv(
+        self, x: Float[Array, "*batch seq d_model"], *, fused: bool
+    ) -> Sequence[Float[Array, "*batch seq _"]]:
+        """Queries, keys and values, heads not yet split. `fused` computes them as one wide
+        product."""
+        layers = (self.query, self.key, self.value)
+        joined = self._joined_layer() if fused and self.qkv_layer is None else self.qkv_layer
+        if joined is None:
             return [layer(x) for layer in layers]
-        y = project(x, jnp.concatenate([layer.weight for layer in layers]))
-        if biases:
-            y = y + jnp.concatenate(biases)
-        return split_columns(y.astype(x.dtype), tuple(len(layer.weight) for layer in layers))
+        return split_columns(joined(x), tuple(len(layer.weight) for layer in layers))
 
     def split(
         self, projected: Float[Array, "*batch seq d"], norm: Callable[..., Any] | None = None

@@ -9,8 +9,10 @@ from conftest import TINY, VOCAB, tiny_model
 
 from gptlite.config import SamplingConfig, UserError
 from gptlite.generation import generate as generate_module
-from gptlite.generation.generate import generate
+from gptlite.generation.generate import generate, make_decoder
 from gptlite.models.gpt import GPT
+from gptlite.sharding import is_whole, make_mesh
+from gptlite.sharding import place as placed
 
 C = TINY.context_length
 forward = eqx.filter_jit(lambda model, ids: model(ids))
@@ -81,6 +83,31 @@ def test_a_batch_gives_what_its_rows_give_alone():
     for row in range(4):
         alone = generate(model, prompts[row : row + 1], 40, config, keys=keys[row : row + 1])
         np.testing.assert_array_equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize(("rows", "devices"), [(1, None), (3, None), (4, 2)])
+def test_devices_share_the_rows_of_a_model_that_each_can_copy(rows, devices, monkeypatch):
+    model, keys = tiny_model(), jax.random.split(jax.random.key(1), rows)
+    prompts = jax.random.randint(jax.random.key(0), (rows, 3), 0, VOCAB)
+    decoder = make_decoder(model, rows)
+    assert (decoder.mesh and decoder.mesh.size) == devices
+    shared = generate(decoder, prompts, 40, keys=keys)
+    np.testing.assert_array_equal(generate(model, prompts, 40, keys=keys), shared)
+    monkeypatch.setattr("gptlite.sharding.MAX_COPIED", 0)
+    assert make_decoder(model, rows).mesh is None
+    np.testing.assert_array_equal(generate(model, prompts, 40, keys=keys), shared)
+
+
+def test_a_model_that_is_cut_over_devices_generates_what_it_generates_whole():
+    model, keys = tiny_model(), jax.random.split(jax.random.key(1), 2)
+    prompts = jax.random.randint(jax.random.key(0), (2, 3), 0, VOCAB)
+    cut = placed(model, make_mesh(fsdp=2))
+    assert not is_whole(cut)
+    assert make_decoder(cut, 2).mesh is None
+    np.testing.assert_array_equal(
+        generate(cut, prompts, 2 * C, GREEDY, keys=keys),
+        generate(model, prompts, 2 * C, GREEDY, keys=keys),
+    )
 
 
 @pytest.mark.parametrize("changes", [{}, {"stack": "scan", "n_kv_heads": 1}], ids=str)

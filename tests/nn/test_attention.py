@@ -235,6 +235,18 @@ def test_a_custom_query_projection_is_called():
     weighted = eqx.tree_at(lambda a: a.heads.query.weight, plain, 2 * doubled.weight)
     x = jax.random.normal(jax.random.key(1), (6, 16))
     np.testing.assert_allclose(twice(x)[0], weighted(x)[0], rtol=1e-5, atol=1e-5)
+    assert twice.heads.joined() is twice.heads
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_joined_projections_give_what_each_gives(bias):
+    apart = heads(n_kv_heads=2, qkv_bias=bias)
+    if bias:
+        apart = eqx.tree_at(lambda h: h.key.bias, apart, jnp.arange(8.0))
+    joined, x = apart.joined(), jax.random.normal(jax.random.key(1), (6, 16))
+    assert joined.qkv_layer is not None
+    for ours, wanted in zip(joined.qkv(x, fused=False), apart.qkv(x, fused=False), strict=True):
+        np.testing.assert_allclose(ours, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("first", [0, 3])

@@ -31,6 +31,7 @@ from gptlite.nn import (
     Sinusoidal,
     Stack,
 )
+from gptlite.nn.linear import TransposedLinear
 from gptlite.nn.mlp import ACTIVATIONS
 from gptlite.training.step import cast
 
@@ -56,6 +57,9 @@ def test_linear_matches_equinox(bias):
         theirs = eqx.tree_at(lambda layer: layer.bias, theirs, ours.bias)
     np.testing.assert_allclose(ours(X), each_token(theirs, X), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(ours(X[0, 0]), theirs(X[0, 0]), rtol=1e-5, atol=1e-5)
+    transposed = TransposedLinear(ours)
+    np.testing.assert_array_equal(transposed.weight, ours.weight)
+    np.testing.assert_allclose(transposed(X), ours(X), rtol=1e-5, atol=1e-5)
 
 
 def test_linear_draws_the_standard_deviation_asked_for():
