@@ -11,8 +11,7 @@ from gptlite.config import SamplingConfig, UserError
 from gptlite.generation import generate as generate_module
 from gptlite.generation.generate import generate, make_decoder
 from gptlite.models.gpt import GPT
-from gptlite.sharding import is_whole, make_mesh
-from gptlite.sharding import place as placed
+from gptlite.sharding import is_whole, make_mesh, place as placed
 
 C = TINY.context_length
 forward = eqx.filter_jit(lambda model, ids: model(ids))
