@@ -122,13 +122,11 @@ def stream(
     - `lengths`: how many tokens of each prompt are real; padding follows them. Default: all.
     - `keys`: a key for each row.
 
-    **Raises:** `UserError` if a prompt is empty or longer than the context, or the cache does not
-    fit into memory.
+    **Raises:** `UserError` if a prompt is empty or longer than the context, the cache does not fit
+    into memory, or the devices of a `Decoder` cannot share the rows evenly.
     """
-    decoder = model if isinstance(model, Decoder) else None
-    model = model.model if isinstance(model, Decoder) else model
-    context = model.config.context_length
-    longest = prompt.shape[1]
+    whole = model.model if isinstance(model, Decoder) else model
+    context, longest = whole.config.context_length, prompt.shape[1]
     # With one length for all rows, a cache is written at one position, which is faster.
     one_length = lengths is None or not len(prompt)
     length: np.ndarray = np.asarray(longest if one_length else lengths, np.int32)
@@ -144,11 +142,16 @@ def stream(
     config = SamplingConfig() if config is None else config
     room = _room(longest, context)
     capacity = max(room, _room(longest + max_new_tokens, context))
-    _check_memory(model, len(prompt), capacity)
+    _check_memory(whole, len(prompt), capacity)
+    decoder = model if isinstance(model, Decoder) else make_decoder(model, len(prompt))
+    devices = 1 if decoder.mesh is None else decoder.mesh.size
+    require(
+        len(prompt) % devices == 0,
+        f"The decoder is for a multiple of {devices} rows, one part a device, got {len(prompt)}.",
+    )
     # With NumPy, because each operation of JAX outside compiled code takes as long as a token.
     padded = np.zeros((len(prompt), room), np.int32)
-    padded[:, :longest] = prompt
-    decoder = make_decoder(model, len(prompt)) if decoder is None else decoder
+    padded[:, :longest] = np.asarray(prompt)[:, :room]
     state = _prefill(decoder, padded, length, capacity)
     done = 0
     while done < max_new_tokens:

@@ -92,6 +92,9 @@ def test_devices_share_the_rows_of_a_model_that_each_can_copy(rows, devices, mon
     assert (decoder.mesh and decoder.mesh.size) == devices
     shared = generate(decoder, prompts, 40, keys=keys)
     np.testing.assert_array_equal(generate(model, prompts, 40, keys=keys), shared)
+    if devices:
+        with pytest.raises(UserError, match="multiple of 2 rows, one part a device, got 3"):
+            generate(decoder, prompts[:3], 5, keys=keys[:3])
     monkeypatch.setattr("gptlite.sharding.MAX_COPIED", 0)
     assert make_decoder(model, rows).mesh is None
     np.testing.assert_array_equal(generate(model, prompts, 40, keys=keys), shared)
@@ -119,6 +122,8 @@ def test_prompts_of_different_lengths_share_a_batch(changes):
     for row, length in enumerate(lengths):
         prompt, key = prompts[row : row + 1, :length], keys[row : row + 1]
         np.testing.assert_array_equal(generate(model, prompt, 40, keys=key)[0], together[row])
+    wide = jnp.pad(prompts, ((0, 0), (0, C)))
+    np.testing.assert_array_equal(generate(model, wide, 40, lengths=lengths, keys=keys), together)
 
 
 @pytest.mark.parametrize("changes", [{}, {"positions": "learned"}], ids=str)
