@@ -1,9 +1,9 @@
 """Training speed against GPT-2 in plain PyTorch and Hugging Face's: `python
 benchmarks/train_speed.py`.
 
-Same shape, batch, context and optimizer (AdamW); no dropout. gptlite computes M's gradient in
-parts of 8 windows that it adds up, plain PyTorch at once and also in such parts, as it stands and
-compiled. Each contender has a process of its own, and they run in alternation. Then the same with
+Same shape, batch, context and optimizer (AdamW); no dropout. On a CPU, gptlite computes M's
+gradient in parts that it adds up. Plain PyTorch computes it at once and also in parts of 8 windows,
+as it stands and compiled. Each contender has a process of its own, and they run in alternation. Then the same with
 gptlite's default block.
 """
 
@@ -27,7 +27,7 @@ from common import (
     timed,
 )
 
-# Windows of one micro-batch: about as many as the cores' caches like.
+# Windows of one part of plain PyTorch's gradient: about as many as the cores' caches like.
 MICRO_BATCH = {"S": 12, "M": 8}
 STEPS = {"S": 40, "M": 1}
 
@@ -39,7 +39,7 @@ def make_plain_round(*args: Any) -> Round:
     return make_train_round(*args)
 
 
-def make_round(shape: Shape, dtype: str, accumulation: int, steps: int) -> Round:
+def make_round(shape: Shape, dtype: str, steps: int) -> Round:
     """gptlite's training step, in dispatches of `steps`."""
     import equinox as eqx
     import jax
@@ -53,10 +53,7 @@ def make_round(shape: Shape, dtype: str, accumulation: int, steps: int) -> Round
 
     preset = PRESETS["s"][1]
     training = dataclasses.replace(
-        preset.training,
-        batch_size=shape.batch_size,
-        accumulation=accumulation,
-        compute_dtype=dtype,
+        preset.training, batch_size=shape.batch_size, compute_dtype=dtype
     )
     set_up_jax(training.cpu_devices)
     adamw = dataclasses.replace(preset.optimizer, clip_norm=None)
@@ -113,8 +110,8 @@ def compare(name: str, dtype: str, rounds: int) -> None:
     contenders = [
         Contender(limit, make_matmul, dtype),
         *peers,
-        Contender("gptlite, GPT-2's block", make_round, gpt2, dtype, accumulation, steps),
-        Contender("gptlite, default block", make_round, default, dtype, accumulation, steps),
+        Contender("gptlite, GPT-2's block", make_round, gpt2, dtype, steps),
+        Contender("gptlite, default block", make_round, default, dtype, steps),
     ]
     seconds = interleave(contenders, rounds)
     peaks = {contender.name: contender.close() for contender in contenders}
