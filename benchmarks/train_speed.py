@@ -3,8 +3,8 @@ benchmarks/train_speed.py`.
 
 Same shape, batch, context and optimizer (AdamW); no dropout. On a CPU, gptlite computes M's
 gradient in parts that it adds up. Plain PyTorch computes it at once and also in parts of 8 windows,
-as it stands and compiled. Each contender has a process of its own, and they run in alternation. Then the same with
-gptlite's default block.
+as it stands and compiled. Each contender has a process of its own, and they run in alternation.
+Then the same with gptlite's default block.
 """
 
 import argparse
