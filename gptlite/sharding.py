@@ -1,7 +1,7 @@
 """The mesh of devices, and how arrays are sharded over it.
 
-All other code computes on whole arrays, as if there were one device, except in `mean_by_rows`. A
-mesh has three axes:
+All other code computes on whole arrays, as if there were one device, except in `mean_by_rows` and
+`map_rows`. A mesh has three axes:
 
     data     each device has rows of the batch of its own, and a copy of the parameters
     fsdp     as data, but each device keeps a part of every matrix, and gathers a layer's matrices
@@ -36,7 +36,7 @@ SEEDS = "seeds"
 # The axes of the mesh over which an axis of an array is sharded.
 MESH_AXES = {"batch": ("data", "fsdp"), "heads": "tensor", "vocab": "tensor", "all": AXES}
 
-# Bytes of a model that each device of a CPU gets a copy of, to generate: see `row_mesh`.
+# Bytes of the largest model that is copied to each device of a CPU, to generate: see `row_mesh`.
 MAX_COPIED = 2**25
 
 # Matrices `[d_out, d_in]`, by their module. Those that read the residual stream are cut along their
@@ -123,8 +123,16 @@ def replicate(tree: T, mesh: Mesh) -> T:
 
 def is_whole(tree: Any) -> bool:
     """Whether every device holds all of the arrays of `tree`."""
-    arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
-    return all(x.is_fully_replicated for x in arrays)
+    return all(x.is_fully_replicated for x in _arrays(tree))
+
+
+def is_on_cpu(tree: Any) -> bool:
+    """Whether the arrays of `tree` are on devices of a CPU."""
+    return all(device.platform == "cpu" for x in _arrays(tree) for device in x.devices())
+
+
+def _arrays(tree: Any) -> list[jax.Array]:
+    return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
 
 
 def local(tree: T) -> T:
@@ -219,7 +227,7 @@ def mean_by_rows(
 
     def on_device(shared, rows, key):
         device = jax.lax.axis_index("data")
-        key = row_key(jax.random.wrap_key_data(key), device, n_shards)
+        key = row_key(jax.random.wrap_key_data(key, impl="threefry2x32"), device, n_shards)
         out = function(shared, rows, key)
         if not targets_cpu():
             return jax.lax.pmean(out, "data")
@@ -236,23 +244,29 @@ def mean_by_rows(
 
 
 def row_mesh(rows: int, model: Any) -> Mesh | None:
-    """A mesh of devices that share `rows` rows evenly, each with the whole of `model`; None if that
-    is one device.
+    """A mesh of devices that share `rows` rows evenly, each with the whole of `model`. None if that
+    is one device, the model is on another one, or a mesh is set already.
 
-    The devices of a CPU read their copies of the model from one memory. For matrices that do not
-    stay in the processor's cache, they are no faster than one of them, so these are not copied.
+    The devices of a CPU read their copies of the model from one memory. Where the model is larger
+    than the processor's cache, several devices are no faster than one, so it is not copied.
     """
-    devices = jax.local_devices()
+    devices, arrays = jax.local_devices(), _arrays(model)
     count = math.gcd(len(devices), rows)
-    size = sum(x.nbytes for x in jax.tree.leaves(model) if isinstance(x, jax.Array))
-    too_large = devices[0].platform == "cpu" and size > MAX_COPIED
-    return None if count == 1 or too_large else make_mesh(devices=devices[:count])
+    too_large = is_on_cpu(model) and sum(x.nbytes for x in arrays) > MAX_COPIED
+    elsewhere = any(devices[0] not in x.devices() for x in arrays)
+    is_set = not jax.sharding.get_abstract_mesh().empty
+    if count == 1 or too_large or elsewhere or is_set:
+        return None
+    return make_mesh(devices=devices[:count])
 
 
 def map_rows(function: Callable[[Any, Any], T], mesh: Mesh | None, shared: Any, rows: Any) -> T:
     """`function(shared, rows)`, in which each device of `mesh` (None: the current one) computes
     its share of the rows: the first axis of the arrays in `rows` and in the result. Scalars in
-    `rows` are shared."""
+    `rows` are shared.
+
+    By `shard_map`, so that each device's program is that of its rows alone: for a single row, it
+    has no batch axis."""
     if mesh is None:
         return function(shared, rows)
     arrays, rest = eqx.partition(shared, eqx.is_array)
@@ -289,7 +303,7 @@ def _device_kind() -> str:
 
 
 def _mesh() -> Any:
-    """The current mesh, if it has several devices for one model. None inside `mean_by_rows`."""
+    """The current mesh, if it has several devices for one model. None inside `shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     if not set(AXES) <= set(mesh.shape) or mesh.manual_axes:
         return None

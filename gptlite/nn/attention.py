@@ -38,9 +38,9 @@ class Heads(eqx.Module):
     output: Linear
     query_norm: RMSNorm | None
     key_norm: RMSNorm | None
-    qkv_layer: Linear | TransposedLinear | None
-    """The layers of query, key and value as one, or None: see `joined`."""
     d_head: int = eqx.field(static=True)
+    qkv_layer: Linear | TransposedLinear | None = None
+    """The layers of query, key and value as one, or None: see `joined`."""
 
     def __init__(
         self,
@@ -82,14 +82,14 @@ class Heads(eqx.Module):
         self.query_norm, self.key_norm = (
             RMSNorm(d_head, use_weight=qk_gain, eps=qk_eps) if qk_norm else None for _ in range(2)
         )
-        self.qkv_layer = None
         self.d_head = d_head
+        self.qkv_layer = None
 
     def joined(self) -> "Heads":
         """The same heads with the matrices of queries, keys and values as one, for loops over
         tokens: one wide product is faster than three narrow ones, but to join their matrices takes
         longer than the product of a single token."""
-        layer = self._joined_layer()
+        layer = self._joined_layer() if self.query.weight.ndim == 2 else None
         if layer is None:
             return self
         return eqx.tree_at(lambda heads: heads.qkv_layer, self, layer, is_leaf=lambda x: x is None)
@@ -115,8 +115,8 @@ class Heads(eqx.Module):
     def qkv(
         self, x: Float[Array, "*batch seq d_model"], *, fused: bool
     ) -> Sequence[Float[Array, "*batch seq _"]]:
-        """Queries, keys and values, heads not yet split. `fused` computes them as one wide
-        product."""
+        """Queries, keys and values, heads not yet split. `fused` computes them as one wide product,
+        as `joined` heads always do."""
         layers = (self.query, self.key, self.value)
         joined = self._joined_layer() if fused and self.qkv_layer is None else self.qkv_layer
         if joined is None:

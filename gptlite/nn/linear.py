@@ -34,7 +34,7 @@ class Linear(eqx.Module):
 
 class TransposedLinear(eqx.Module):
     """A `Linear` whose weight is stored as `[d_in, d_out]`, for decoding on a CPU: XLA multiplies
-    it with a few rows in 0.4 to 0.8 of the time."""
+    it with a few rows in 0.5 to 0.75 of the time."""
 
     transposed: Float[Array, "d_in d_out"]
     bias: Float[Array, " d_out"] | None
@@ -50,7 +50,7 @@ class TransposedLinear(eqx.Module):
     def __call__(self, x: Float[Array, "*batch d_in"]) -> Float[Array, "*batch d_out"]:
         rows = x.reshape(-1, x.shape[-1])
         y = jnp.matmul(rows, self.transposed, preferred_element_type=wide_dtype(x.dtype))
-        y = y.reshape(*x.shape[:-1], -1)
+        y = y.reshape(*x.shape[:-1], self.transposed.shape[1])
         return (y if self.bias is None else y + self.bias).astype(x.dtype)
 
 

@@ -84,9 +84,11 @@ class TrainSteps:
 
         - `model`: a model like those that will be trained, or `eqx.filter_eval_shape` of one.
         - `losses(model, batch, label_smoothing=, key=)`: losses in nats, of any shape. Their mean
-          over the whole batch is minimised. It does not depend on the number of devices and parts.
-          For mixtures of experts, a pair: the losses, and the auxiliary loss, which is added to the
-          mean.
+          over the whole batch is minimised. `batch` may be a device's part of it, or less: then the
+          result is the same if each row's losses depend on that row alone, and the first axis of
+          what `key` draws is the rows. For losses that compare rows, use one device and
+          `training.accumulation` 1. For mixtures of experts, a pair: the losses, and the auxiliary
+          loss, which is added to the mean.
         - `loss_mask(batch)`: of the same shape, False where a loss does not count. Default: all do.
         - `trainable`: which parameters are trained, as a filter for `eqx.partition`. Default: all.
         - `seeds`: one for each of several models that are trained side by side, on a `seeds_mesh`.
@@ -191,7 +193,8 @@ class TrainSteps:
     ) -> tuple[TrainState, StepMetrics]:
         # The third key, because the model and the samples are drawn from the first two. (Key i of
         # a split is `fold_in(key, i)`.)
-        key = jax.random.fold_in(jax.random.split(jax.random.key(seed), 3)[2], state.step)
+        key = jax.random.key(seed, impl="threefry2x32")  # the kind that `row_key` takes
+        key = jax.random.fold_in(jax.random.split(key, 3)[2], state.step)
         loss, grads = self.loss_and_grads(state.model, batch, key)
         grads = constrain_parameters(grads)
         params = eqx.filter(state.model, self._trainable)

@@ -11,6 +11,7 @@ from gptlite.config import SamplingConfig, UserError
 from gptlite.generation import generate as generate_module
 from gptlite.generation.generate import generate, make_decoder
 from gptlite.models.gpt import GPT
+from gptlite.nn import WHOLE_SEQUENCE, Attention, Heads, Linear
 from gptlite.sharding import is_whole, make_mesh, place as placed
 
 C = TINY.context_length
@@ -84,6 +85,86 @@ def test_a_batch_gives_what_its_rows_give_alone():
         np.testing.assert_array_equal(alone[0], together[row])
 
 
+class MappedLayers(eqx.Module):
+    """Layers with stacked weights, mapped over."""
+
+    layers: Linear
+
+    def __init__(self, config, *, key):
+        make = eqx.filter_vmap(lambda k: Linear(config.d_model, config.d_model, std=0.3, key=k))
+        self.layers = make(jax.random.split(key, 3))
+
+    def __call__(self, x):
+        return jnp.mean(eqx.filter_vmap(lambda layer: layer(x))(self.layers), axis=0)
+
+
+class NormedWeight(eqx.Module):
+    """Another weight in each call."""
+
+    layer: Linear
+
+    def __init__(self, config, *, key):
+        self.layer = Linear(config.d_model, config.d_model, std=0.3, key=key)
+
+    def __call__(self, x):
+        weight = self.layer.weight / jnp.linalg.norm(self.layer.weight)
+        return eqx.tree_at(lambda layer: layer.weight, self.layer, weight)(x)
+
+
+class CountingAttention(eqx.Module):
+    """Two heads of attention, by `vmap`, that count their calls: a cache without an axis of
+    rows."""
+
+    attention: Attention
+
+    def __init__(self, config, *, key):
+        def make(key):
+            return Attention(Heads(config.d_model, 1, std=0.3, output_std=0.3, key=key))
+
+        self.attention = eqx.filter_vmap(make)(jax.random.split(key, 2))
+
+    def init_cache(self, batch, capacity, dtype):
+        one = jax.tree.map(lambda x: x[0] if eqx.is_array(x) else x, self.attention)
+        cache = one.init_cache(batch, capacity, dtype)
+        return jax.tree.map(lambda x: jnp.stack([x, x]), cache), jnp.zeros((), jnp.int32)
+
+    def __call__(self, x, cache=None, context=WHOLE_SEQUENCE, *, key=None):
+        if cache is None:
+            return eqx.filter_vmap(lambda a: a(x, None, context)[0])(self.attention).mean(0), None
+        keys_and_values, count = cache
+        y, new = eqx.filter_vmap(lambda a, c: a(x, c, context))(self.attention, keys_and_values)
+        return y.mean(0), (new, count + 1)
+
+
+@pytest.mark.parametrize("rows", [2, 3])
+@pytest.mark.parametrize(
+    "custom",
+    [{"mlp": MappedLayers}, {"mlp": NormedWeight}, {"attention": CountingAttention}],
+    ids=str,
+)
+def test_custom_parts_generate_in_a_batch_what_they_generate_alone(custom, rows):
+    model, keys = tiny_model(**custom), jax.random.split(jax.random.key(1), rows)
+    prompts = jax.random.randint(jax.random.key(0), (rows, 3), 0, VOCAB)
+    together = generate(model, prompts, 2 * C, keys=keys)
+    alone = generate(model, prompts[1:2], 2 * C, keys=keys[1:2])
+    np.testing.assert_array_equal(alone[0], together[1])
+
+
+def test_what_was_generated_on_several_devices_is_used_on_one():
+    arrays, rest = eqx.partition(tiny_model(), eqx.is_array)
+    model = eqx.combine(jax.device_put(arrays, jax.devices()[0]), rest)
+    keys = jax.device_put(jax.random.split(jax.random.key(1), 2), jax.devices()[0])
+    prompts = jnp.zeros((2, 3), jnp.int32)
+    assert make_decoder(model, 2).mesh is not None
+    new = generate(model, prompts, 5, keys=keys)
+    assert forward(model, new).shape == (2, 5, VOCAB)
+    keys = jax.random.split(jax.random.key(1), 2)
+    with jax.set_mesh(make_mesh()):
+        np.testing.assert_array_equal(generate(tiny_model(), prompts, 5, keys=keys), new)
+    moved = eqx.combine(jax.device_put(arrays, jax.devices()[1]), rest)
+    assert make_decoder(moved, 2).mesh is None
+
+
 @pytest.mark.parametrize(("rows", "devices"), [(1, None), (3, None), (4, 2)])
 def test_devices_share_the_rows_of_a_model_that_each_can_copy(rows, devices, monkeypatch):
     model, keys = tiny_model(), jax.random.split(jax.random.key(1), rows)
@@ -93,7 +174,7 @@ def test_devices_share_the_rows_of_a_model_that_each_can_copy(rows, devices, mon
     shared = generate(decoder, prompts, 40, keys=keys)
     np.testing.assert_array_equal(generate(model, prompts, 40, keys=keys), shared)
     if devices:
-        with pytest.raises(UserError, match="multiple of 2 rows, one part a device, got 3"):
+        with pytest.raises(UserError, match="must be a multiple of 2, got 3"):
             generate(decoder, prompts[:3], 5, keys=keys[:3])
     monkeypatch.setattr("gptlite.sharding.MAX_COPIED", 0)
     assert make_decoder(model, rows).mesh is None
