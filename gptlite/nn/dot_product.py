@@ -43,7 +43,8 @@ def attend(
     **Arguments:**
 
     - `key`, `value`: may have fewer heads than `query`: successive heads share one.
-    - `mask`: False where a query may not see a key.
+    - `mask`: False where a query may not see a key. A query that sees none gets some mean of
+      values.
     - `is_causal`: query i sees the keys 0 to i, with `window` the last `window` of these. Long
       sequences are computed in blocks of queries, each with no key that none of them sees.
     - `dropout`: the share of the weights that is dropped, if there is a `dropout_key`.
@@ -61,7 +62,8 @@ def attend(
     ends = [queries * i // count for i in range(count + 1)]
     blocks = []
     for i, (start, end) in enumerate(itertools.pairwise(ends)):
-        first = 0 if window is None else max(0, start + 1 - window)
+        # At least one key, also where a block sees none.
+        first = 0 if window is None else min(max(0, start + 1 - window), keys - 1)
         seen = slice(first, min(end, keys))
         blocks.append(
             _attend(

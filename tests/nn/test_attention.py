@@ -112,6 +112,15 @@ def test_blocks_of_queries_change_nothing(queries, keys, window, kv_heads, monke
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
 
 
+def test_blocks_may_have_no_key_to_see():
+    """With a window, and far fewer keys than queries: those from 369 on see none."""
+    q, k, v = random_qkv(1200, 300)
+    out = one_head(q, k, v, is_causal=True, window=70)
+    masked = one_head(q, k, v, mask=causal_mask(1200, 300, 0, window=70))
+    np.testing.assert_allclose(out[:, :369], masked[:, :369], rtol=1e-5, atol=1e-5)
+    assert jnp.isfinite(out).all()
+
+
 def test_large_scores_neither_overflow_nor_lose_the_sum():
     q, k, v = random_qkv(6, 6, scale=40.0)
     out = one_head(q, k, v, **CAUSAL)
