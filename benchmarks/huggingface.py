@@ -32,9 +32,9 @@ def make_model(shape: Shape) -> Any:
     return model
 
 
-def make_train_round(shape: Shape, dtype: str, accumulation: int, steps: int) -> Round:
+def make_train_round(shape: Shape, dtype: str, steps: int) -> Round:
     """A training step as Hugging Face's Trainer does it, without the key/value cache and with AdamW
-    in its fused form; in `accumulation` parts."""
+    in its fused form."""
     import torch
 
     model = make_model(shape).train()
@@ -44,10 +44,9 @@ def make_train_round(shape: Shape, dtype: str, accumulation: int, steps: int) ->
     ids = torch.randint(0, VOCAB, (shape.batch_size, shape.model.context_length))
 
     def step():
-        for part in ids.chunk(accumulation):
-            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
-                loss = model(input_ids=part, labels=part, use_cache=False).loss
-            (loss / accumulation).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -83,7 +82,7 @@ if __name__ == "__main__":
         model=SimpleNamespace(n_layers=4, n_heads=4, d_model=128, context_length=64), batch_size=12
     )
     if sys.argv[1] == "train":
-        make_train_round(s, "float32", 1, 1)()
+        make_train_round(s, "float32", 1)()
     else:
         make_sample_round(s, 1, 1, 1)()
     print("done", flush=True)

@@ -106,7 +106,7 @@ def compare(name: str, dtype: str, rounds: int) -> None:
         for compiled in (False, True)
         for parts in sorted({1, accumulation})
     ]  # fmt: skip
-    peers.append(Contender("Hugging Face", huggingface.make_train_round, gpt2, dtype, 1, steps))
+    peers.append(Contender("Hugging Face", huggingface.make_train_round, gpt2, dtype, steps))
     contenders = [
         Contender(limit, make_matmul, dtype),
         *peers,
