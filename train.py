@@ -28,12 +28,13 @@ def train(arguments: TrainArguments) -> None:
     from gptlite.models.gpt import make_model
     from gptlite.models.summary import count_parameters, summary
     from gptlite.progress import log
+    from gptlite.pytrees import size_of
     from gptlite.research import plots
     from gptlite.runs.display import Display
     from gptlite.runs.find import check_free, find_run, new_run
     from gptlite.runs.folder import RunFolder
     from gptlite.runs.load import load_any, load_tokenizer
-    from gptlite.runs.weights import fill, named_arrays, size_of
+    from gptlite.runs.weights import fill, named_arrays
     from gptlite.runtime import require_memory, set_up_jax, usable_cpu_devices
     from gptlite.sharding import constrain_parameters, make_mesh
     from gptlite.text.batches import Batches
@@ -84,10 +85,6 @@ def train(arguments: TrainArguments) -> None:
         load_custom(config.model)
         model_key, sample_key = jax.random.split(jax.random.key(training.seed))
         shapes = eqx.filter_eval_shape(make_model, config.model, tokenizer, key=model_key)
-        if arguments.summary:
-            rows = training.batch_size // (training.accumulation or 1)
-            print(summary(shapes, batch_size=rows))
-            return
         parameters = count_parameters(shapes)
 
         # The update and the evaluation, on all devices.
@@ -96,6 +93,9 @@ def train(arguments: TrainArguments) -> None:
         batches = Batches(split.train, training.batch_size, context, training.seed)
         evaluate = Evaluation(split.validation, context, mesh)
         train_steps = TrainSteps(shapes, config.optimizer, training, mesh)
+        if arguments.summary:
+            print(summary(shapes, batch_size=train_steps.rows_at_once(context + 1)))
+            return
         skeleton, start_at, checkpoint = train_steps.skeleton(shapes), None, None
         require_memory("The training state", size_of(skeleton))
         if resuming:

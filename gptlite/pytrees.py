@@ -11,6 +11,12 @@ def is_array(x: Any) -> bool:
     return isinstance(x, jax.Array | jax.ShapeDtypeStruct)
 
 
+def size_of(tree: Any) -> int:
+    """Bytes of all arrays of `tree`, or shapes of arrays."""
+    leaves = filter(is_array, jax.tree.leaves(tree))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
 def path_name(path: tuple[Any, ...]) -> str:
     """A path in a pytree, e.g. `stack.blocks.attention.heads.query.weight`."""
     return jax.tree_util.keystr(path, simple=True, separator=".")

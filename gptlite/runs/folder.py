@@ -42,6 +42,7 @@ from gptlite.files import (
     write_json,
 )
 from gptlite.progress import log
+from gptlite.pytrees import size_of
 from gptlite.runs.checkpoints import Checkpoint, Checkpoints, Record, list_steps
 from gptlite.runs.find import check_free
 from gptlite.runs.saved_config import (
@@ -56,7 +57,6 @@ from gptlite.runs.weights import (
     named_arrays,
     read_evaluated,
     save_weights,
-    size_of,
 )
 from gptlite.text.tokenizer import Tokenizer, decode
 from gptlite.training.fit import DivergenceError, Progress

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from gptlite.config import UserError
 from gptlite.files import is_plausible, read_bounded, write_atomically
 from gptlite.models.gpt import GPT
-from gptlite.pytrees import is_array, path_name
+from gptlite.pytrees import is_array, path_name, size_of
 from gptlite.runtime import require_memory
 
 T = TypeVar("T")
@@ -50,12 +50,6 @@ def named_leaves(tree: PyTree) -> dict[str, Any]:
 def named_arrays(tree: PyTree) -> dict[str, np.ndarray]:
     """`named_leaves`, whole, in host memory."""
     return {name: np.asarray(leaf) for name, leaf in named_leaves(tree).items()}
-
-
-def size_of(tree: PyTree) -> int:
-    """Bytes of all arrays of `tree`, or shapes of arrays."""
-    leaves = named_leaves(tree).values()
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def fill(skeleton: T, arrays: dict[str, Any], source: str) -> T:

@@ -163,6 +163,14 @@ class TrainSteps:
             run: Any = self._run
             return run.lower(data, state).compile().compiled
 
+    def rows_at_once(self, tokens: int) -> int:
+        """The rows, of so many tokens, whose gradient is computed at once, on all devices."""
+        rows = self.training.batch_size
+        with jax.set_mesh(self.mesh):
+            return rows // (
+                self.training.accumulation or default_parts(rows // n_row_shards(), tokens)
+            )
+
     def learning_rate(self, step: int) -> float:
         """The learning rate of update `step`, counted from 0 (with muon: of the matrices)."""
         return self._peak * float(self._schedule(step))
@@ -245,7 +253,7 @@ class TrainSteps:
         weight: Float[Array, ""],
     ) -> tuple[PyTree, Float[Array, ""]]:
         """The gradient of `params` in at least float32, and the mean loss, of a device's rows."""
-        parts = self.training.accumulation or _parts(batch)
+        parts = self.training.accumulation or default_parts(*_rows_and_tokens(batch))
         weight *= parts
 
         def objective(params, batch, key):
@@ -300,10 +308,14 @@ class TrainSteps:
         return jnp.sum(jnp.where(mask, losses, 0)) * weight, aux_loss
 
 
-def _parts(batch: PyTree[Shaped[Array, "batch ..."]]) -> int:
-    """In how many parts a device computes the gradient of its rows, if the config does not say."""
+def _rows_and_tokens(batch: PyTree[Shaped[Array, "batch ..."]]) -> tuple[int, int]:
     leaves = jax.tree.leaves(batch)
-    rows, tokens = len(leaves[0]), max(x.shape[1] if x.ndim > 1 else 1 for x in leaves)
+    return len(leaves[0]), max(x.shape[1] if x.ndim > 1 else 1 for x in leaves)
+
+
+def default_parts(rows: int, tokens: int) -> int:
+    """In how many parts a device computes the gradient of its rows of so many tokens, if the config
+    does not say."""
     if not targets_cpu() or is_sharded("fsdp") or is_sharded("tensor"):
         return 1
     divisors = (parts for parts in range(1, rows) if rows % parts == 0)

@@ -12,8 +12,9 @@ from gptlite import sharding
 from gptlite.config import OptimizerConfig, TrainingConfig, UserError
 from gptlite.models.gpt import GPT
 from gptlite.sharding import make_mesh
+from gptlite.training import step as step_module
 from gptlite.training.loss import window_losses
-from gptlite.training.step import TrainSteps, _parts
+from gptlite.training.step import TrainSteps
 
 TRAINING = TrainingConfig(steps=10, batch_size=4, log_every=5, compute_dtype="float32")
 SHAPE = (5, 4, TINY.context_length + 1)
@@ -64,12 +65,31 @@ def test_accumulation_gives_the_whole_batchs_gradient(dropout):
 @pytest.mark.parametrize(
     ("rows", "tokens", "parts"), [(32, 257, 8), (4, 257, 1), (6, 65, 1), (7, 1025, 7)]
 )
-def test_a_cpu_computes_in_parts_of_a_thousand_tokens(rows, tokens, parts):
-    """The rows of one device. (Where no mesh is set, nothing is known of the devices.)"""
-    batch = jnp.zeros((rows, tokens), jnp.int32)
-    assert _parts(batch) == 1
-    with jax.set_mesh(make_mesh(devices=jax.devices()[:1])):
-        assert _parts(batch) == parts
+def test_a_cpu_computes_in_parts_of_a_thousand_tokens(rows, tokens, parts, monkeypatch):
+    """Each of its devices. Another platform computes all rows at once, and so may a config."""
+    model, seen = tiny_model(context_length=tokens - 1), []
+
+    def losses(model, windows, **options):
+        seen.append(len(windows))
+        return window_losses(model, windows, **options)
+
+    def check(devices, parts, accumulation=None):
+        mesh = make_mesh(devices=jax.devices()[:devices])
+        training = dataclasses.replace(
+            TRAINING, batch_size=devices * rows, accumulation=accumulation
+        )
+        steps = TrainSteps(model, OptimizerConfig(), training, mesh, losses=losses)
+        assert steps.rows_at_once(tokens) == devices * rows // parts
+        with jax.set_mesh(mesh):
+            batch, key = jnp.zeros((devices * rows, tokens), jnp.int32), jax.random.key(0)
+            eqx.filter_eval_shape(steps.loss_and_grads, model, batch, key)
+        assert seen.pop() == rows // parts
+
+    for devices in (1, 2):
+        check(devices, parts)
+        check(devices, 1, accumulation=1)
+    monkeypatch.setattr(step_module, "targets_cpu", lambda: False)
+    check(1, 1)
 
 
 @pytest.mark.parametrize("is_cpu", [True, False])
