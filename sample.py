@@ -43,7 +43,8 @@ def sample(arguments: SampleArguments) -> None:
     ids = jnp.asarray(ids[-context:])
     rows = jnp.arange(arguments.num_samples)
     # A key per row, so that the first sample is the same however many are asked for.
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(arguments.seed), rows)
+    key = jax.random.key(arguments.seed, impl="threefry2x32")
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
     prompts = jnp.tile(ids, (arguments.num_samples, 1))
 
     show = str

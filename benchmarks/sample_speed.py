@@ -5,6 +5,7 @@ contender has a process of its own, and they run in alternation. Then gptlite's 
 """
 
 import argparse
+import math
 import statistics
 
 import huggingface
@@ -27,20 +28,18 @@ REPEATS = {"S": 20, "M": 4}
 
 def make_round(shape: Shape, batch_size: int, new_tokens: int, repeats: int) -> Round:
     """gptlite's `generate`."""
-    import math
-
     import equinox as eqx
     import jax
     import jax.numpy as jnp
 
     from gptlite.config import SamplingConfig
-    from gptlite.generation.generate import generate, make_decoder
+    from gptlite.generation.generate import generate, prepare
     from gptlite.models.gpt import GPT
     from gptlite.runtime import set_up_jax
 
     set_up_jax(cpu_devices=math.gcd(2, batch_size))  # as sample.py
     model = eqx.filter_jit(GPT)(shape.model, huggingface.VOCAB, key=jax.random.key(0))
-    model = make_decoder(model, batch_size)
+    model = prepare(model, batch_size)
     prompt = jnp.zeros((batch_size, 1), jnp.int32)
     keys = jax.random.split(jax.random.key(1), batch_size)
     config = SamplingConfig(top_k=50)

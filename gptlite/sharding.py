@@ -226,9 +226,7 @@ def mean_by_rows(
         return function(shared, rows, key)
 
     def on_device(shared, rows, key):
-        device = jax.lax.axis_index("data")
-        key = row_key(jax.random.wrap_key_data(key, impl="threefry2x32"), device, n_shards)
-        out = function(shared, rows, key)
+        out = function(shared, rows, row_key(key, jax.lax.axis_index("data"), n_shards))
         if not targets_cpu():
             return jax.lax.pmean(out, "data")
         # As one array: each one that the devices of a CPU exchange takes 50 µs, whatever its size.
@@ -240,7 +238,7 @@ def mean_by_rows(
         in_specs=(PartitionSpec(), PartitionSpec("data"), PartitionSpec()),
         out_specs=PartitionSpec(),
         check_vma=False,
-    )(shared, rows, jax.random.key_data(key))
+    )(shared, rows, key)
 
 
 def row_mesh(rows: int, model: Any) -> Mesh | None:

@@ -7,15 +7,16 @@ position 0. So a token sees at least the last `context_length // 2` tokens, and 
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int, Key, Shaped
+from jaxtyping import Array, Float, Int, Key
 
 from gptlite.config import SamplingConfig, UserError, require
 from gptlite.generation.sampling import sample
@@ -25,11 +26,9 @@ from gptlite.nn.cache import Cache, read_at
 from gptlite.nn.context import PerSequence
 from gptlite.nn.linear import Linear, TransposedLinear
 from gptlite.nn.mlp import MLP, GatedMLP
+from gptlite.pytrees import size_of
 from gptlite.runtime import require_memory
 from gptlite.sharding import is_on_cpu, is_whole, map_rows, replicate, row_mesh
-
-# `PerSequence`, or a single number, before it is given to a compiled function.
-Numbers = Int[Array | np.ndarray, "..."]
 
 # Tokens generated in one compiled call: few enough to stream smoothly, enough to hide the call.
 TOKENS_PER_CALL = 32
@@ -42,8 +41,8 @@ MAX_PREFILL = 512
 CACHE_COPIES = 3
 
 
-class Decoder(eqx.Module):
-    """A model in the form that generation computes with: see `make_decoder`."""
+class PreparedModel(eqx.Module):
+    """A model in the form that generation computes with: see `prepare`."""
 
     model: GPT
     mesh: Mesh | None = eqx.field(static=True)
@@ -60,21 +59,34 @@ class GenerationState(eqx.Module):
     """The ids of the cache."""
 
 
-def make_decoder(model: GPT, rows: int) -> Decoder:
+class Chunk(NamedTuple):
+    """What the compiled loop reads, and leaves to the caller."""
+
+    prepared: PreparedModel
+    keys: Key[Array, " batch"]
+    length: PerSequence
+    """How many tokens are in the cache."""
+    n_generated: Int[Array | np.ndarray, ""]
+    """How many tokens were generated before."""
+    n_new: Int[Array | np.ndarray, ""]
+    """How many to generate: at most `TOKENS_PER_CALL`, and the room in the context."""
+
+
+def prepare(model: GPT, rows: int) -> PreparedModel:
     """`model` in the form that generates `rows` texts fastest: the layers are separate.
 
     If it is not cut over devices, the matrices of queries, keys and values are one; on a CPU,
     matrices for several rows are stored as XLA's library multiplies them (1.2 times as fast); and
     several devices share the rows, if `row_mesh` finds them."""
     if not is_whole(model):
-        return Decoder(model.unstacked(), None)
+        return PreparedModel(model.unstacked(), None)
     mesh, transposed = row_mesh(rows, model), rows > 1 and is_on_cpu(model)
     if mesh is not None and not _begins_with_rows(model, rows):
         mesh = None
     if mesh is not None:
         arrays, rest = eqx.partition(model, eqx.is_array)
         model = eqx.combine(replicate(arrays, mesh), rest)
-    return Decoder(_rearranged(model, transposed), mesh)
+    return PreparedModel(_rearranged(model, transposed), mesh)
 
 
 def _begins_with_rows(model: GPT, rows: int) -> bool:
@@ -106,7 +118,7 @@ def _rearranged(model: GPT, transposed: bool) -> GPT:
 
 
 def generate(
-    model: GPT | Decoder,
+    model: GPT | PreparedModel,
     prompt: Int[Array, "batch prompt"],
     max_new_tokens: int,
     config: SamplingConfig | None = None,
@@ -123,7 +135,7 @@ def generate(
 
 
 def stream(
-    model: GPT | Decoder,
+    model: GPT | PreparedModel,
     prompt: Int[Array, "batch prompt"],
     max_new_tokens: int,
     config: SamplingConfig | None = None,
@@ -135,15 +147,21 @@ def stream(
 
     **Arguments:**
 
-    - `model`: to call this often, pass `make_decoder(model, len(prompt))`. To make it takes as long
-      as 30 to 120 tokens of a small model.
+    - `model`: to call this often, pass `prepare(model, len(prompt))`, which takes as long as 30 to
+      120 tokens of a small model.
     - `lengths`: how many tokens of each prompt are real; padding follows them. Default: all.
-    - `keys`: a key for each row.
+    - `keys`: a key for each row. `jax.vmap` draws numbers from each alone if they are Threefry's,
+      JAX's default; keys of the kind `rbg` it draws from together.
 
-    **Raises:** `UserError` if a prompt is empty or longer than the context, the cache does not fit
-    into memory, or the devices of a `Decoder` cannot share the rows evenly.
+    **Raises:** `UserError` if a prompt is empty or longer than the context, memory is too small,
+    the devices of a `PreparedModel` cannot share the rows evenly, or this is called inside
+    `jax.jit`.
     """
-    whole = model.model if isinstance(model, Decoder) else model
+    require(
+        not any(isinstance(x, Tracer) for x in jax.tree.leaves((model, prompt, lengths, keys))),
+        "Generation compiles its own programs: call it outside of jit and other transformations.",
+    )
+    whole, copied = (model, size_of(model)) if isinstance(model, GPT) else (model.model, 0)
     context, longest = whole.config.context_length, prompt.shape[1]
     # With one length for all rows, a cache is written at one position, which is faster.
     one_length = lengths is None or not len(prompt)
@@ -160,40 +178,45 @@ def stream(
     config = SamplingConfig() if config is None else config
     room = _room(longest, context)
     capacity = max(room, _room(longest + max_new_tokens, context))
-    _check_memory(whole, len(prompt), capacity)
-    decoder = model if isinstance(model, Decoder) else make_decoder(model, len(prompt))
-    mesh = decoder.mesh
+    # What is read at once, at the start or when the context is full.
+    part = min(MAX_PREFILL, room if longest + max_new_tokens <= context else context)
+    _check_memory(whole, len(prompt), capacity, part, copied)
+    prepared = prepare(model, len(prompt)) if isinstance(model, GPT) else model
+    mesh = prepared.mesh
     if mesh is not None:
         require(
             len(prompt) % mesh.size == 0,
-            f"The decoder shares rows over {mesh.size} devices, so their number must be a multiple "
-            f"of {mesh.size}, got {len(prompt)}.",
+            f"The model is prepared for {mesh.size} devices, so the number of prompts must be a "
+            f"multiple of {mesh.size}, got {len(prompt)}.",
         )
         keys = replicate(keys, mesh)
     # With NumPy, because each operation of JAX outside compiled code takes as long as a token.
     padded = np.zeros((len(prompt), room), np.int32)
     padded[:, :longest] = np.asarray(prompt)[:, :room]
-    state = _prefill(decoder, padded, length, capacity)
+    state = _prefill(prepared, padded, length, capacity)
     done = 0
     while done < max_new_tokens:
         if length.max() == context:
-            state = _drop_first_half((decoder, length), state)
+            state = _drop_first_half((prepared, length), state)
             length = np.where(length == context, context // 2, length)
         count = min(TOKENS_PER_CALL, max_new_tokens - done, context - int(length.max()))
-        kept = decoder, keys, length, np.asarray(done), np.asarray(count)
-        state, tokens = _decode(kept, state, config)
+        chunk = Chunk(prepared, keys, length, np.asarray(done), np.asarray(count))
+        state, tokens = _decode(chunk, state, config)
         if mesh is not None:  # as a single device returns them
             tokens = jnp.asarray(jax.device_get(tokens))
         yield tokens if count == TOKENS_PER_CALL else tokens[:, :count]
         done, length = done + count, length + count
 
 
-def _check_memory(model: GPT, batch: int, capacity: int) -> None:
-    """**Raises:** `UserError` if the cache does not fit into memory."""
-    if batch * capacity < 2**16:  # not worth the time: smaller than the weights of such a model
-        return
-    cache = eqx.filter_eval_shape(lambda m: m.init_cache((batch,), capacity=capacity), model)
-    needed = CACHE_COPIES * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+def _check_memory(model: GPT, batch: int, capacity: int, part: int, copied: int) -> None:
+    """**Raises:** `UserError` if memory is too small for the caches, the scores of `part` tokens in
+    one layer, and a copy of `copied` bytes of the model."""
+    needed = copied
+    # To ask fewer tokens' cache for its size takes too long: it is smaller than the weights.
+    if batch * capacity >= 2**16:
+        cache = eqx.filter_eval_shape(lambda m: m.init_cache((batch,), capacity=capacity), model)
+        scores = 4 * batch * model.config.n_heads * part * capacity  # float32
+        needed += CACHE_COPIES * size_of(cache) + scores
     require_memory(f"To generate {batch} texts of {capacity:,} tokens", needed)
 
 
@@ -206,18 +229,18 @@ def _room(tokens: int, context: int) -> int:
 
 @eqx.filter_jit
 def _prefill(
-    decoder: Decoder,
+    prepared: PreparedModel,
     padded: Int[Array | np.ndarray, "batch room"],
-    length: Numbers,
+    length: PerSequence,
     capacity: int,
 ) -> GenerationState:
     def prefill(model: GPT, rows: Any) -> GenerationState:
         padded, length = rows
-        hidden, cache = _read(model, drop_single(padded), _drop_single_length(length), capacity)
+        hidden, cache = _read(model, _drop_single(padded), _drop_single(length), capacity)
         logits = model.logits(hidden).reshape(len(padded), model.vocab_size)
         return _state(logits, cache)
 
-    return map_rows(prefill, decoder.mesh, decoder.model, (padded, length))
+    return map_rows(prefill, prepared.mesh, prepared.model, (padded, length))
 
 
 def _state(logits: Float[Array, "batch vocab"], cache: Cache) -> GenerationState:
@@ -232,7 +255,7 @@ def _cache(state: GenerationState, length: PerSequence) -> Cache:
     """The cache of a state, without a batch axis if there is one row."""
     drop = len(state.ids) == 1
     layers, ids = jax.tree.map(lambda x: x[0] if drop else x, (state.layers, state.ids))
-    return Cache(layers, ids, _drop_single_length(length))
+    return Cache(layers, ids, _drop_single(length))
 
 
 def _read(
@@ -262,7 +285,9 @@ def _read(
 
 
 @eqx.filter_jit(donate="all-except-first")
-def _drop_first_half(kept: tuple[Decoder, Numbers], state: GenerationState) -> GenerationState:
+def _drop_first_half(
+    kept: tuple[PreparedModel, PerSequence], state: GenerationState
+) -> GenerationState:
     """Drop the first half of the texts whose context is full. This is not in `_decode`'s loop,
     because a condition there would copy the cache at every token."""
 
@@ -284,19 +309,15 @@ def _drop_first_half(kept: tuple[Decoder, Numbers], state: GenerationState) -> G
 
         return jax.tree.map(choose, new, state)
 
-    decoder, length = kept
-    return map_rows(drop, decoder.mesh, decoder.model, (state, length))
+    prepared, length = kept
+    return map_rows(drop, prepared.mesh, prepared.model, (state, length))
 
 
 @eqx.filter_jit(donate="all-except-first")
 def _decode(
-    kept: tuple[Decoder, Key[Array, " batch"], Numbers, Numbers, Numbers],
-    state: GenerationState,
-    config: SamplingConfig,
+    chunk: Chunk, state: GenerationState, config: SamplingConfig
 ) -> tuple[GenerationState, Int[Array, "batch new"]]:
-    """The next tokens; `kept` is what the caller keeps: the decoder, the keys, how many tokens are
-    in the cache, how many were generated, and how many to generate, no more than `TOKENS_PER_CALL`
-    and the room in the context; the rest of the result is 0."""
+    """The next `chunk.n_new` tokens, and zeros after them."""
 
     def decode(model: GPT, rows: Any) -> tuple[GenerationState, Array]:
         state, keys, length, done, count = rows
@@ -318,19 +339,14 @@ def _decode(
         logits, cache, tokens = lax.fori_loop(0, count, body, carry)
         return _state(logits, cache), tokens
 
-    decoder, *rest = kept
-    return map_rows(decode, decoder.mesh, decoder.model, (state, *rest))
+    prepared, *rest = chunk
+    return map_rows(decode, prepared.mesh, prepared.model, (state, *rest))
 
 
-def _drop_single_length(length: PerSequence) -> PerSequence:
-    """A number for all rows, if there is one row."""
-    return length[0] if length.shape == (1,) else length
-
-
-def drop_single(x: Shaped[Array, "batch ..."]) -> Shaped[Array, "..."]:
-    """`x` without its batch axis, if that has the length 1. With such an axis, XLA's CPU compiler
+def _drop_single(x: Any) -> Any:
+    """`x` without its axis of rows, if that has the length 1. With such an axis, XLA's CPU compiler
     copies the cache at every token."""
-    return x[0] if len(x) == 1 else x
+    return x[0] if x.shape[:1] == (1,) else x
 
 
 def next_logits(

@@ -1,10 +1,11 @@
 """What a layer knows about its input."""
 
 import equinox as eqx
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 # A number for all sequences of a batch, or one for each.
-PerSequence = Int[Array, "..."]
+PerSequence = Int[Array | np.ndarray, "..."]
 # A plain int is known while JAX traces: 0 means whole sequences.
 Start = int | PerSequence
 

@@ -1,5 +1,7 @@
 """The linear layer."""
 
+from collections.abc import Callable
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -28,8 +30,7 @@ class Linear(eqx.Module):
         self.bias = jnp.zeros(d_out) if bias else None
 
     def __call__(self, x: Float[Array, "*batch d_in"]) -> Float[Array, "*batch d_out"]:
-        y = project(x, self.weight)
-        return (y if self.bias is None else y + self.bias).astype(x.dtype)
+        return _add_bias(project(x, self.weight), self.bias).astype(x.dtype)
 
 
 class TransposedLinear(eqx.Module):
@@ -48,15 +49,24 @@ class TransposedLinear(eqx.Module):
         return self.transposed.T
 
     def __call__(self, x: Float[Array, "*batch d_in"]) -> Float[Array, "*batch d_out"]:
-        rows = x.reshape(-1, x.shape[-1])
-        y = jnp.matmul(rows, self.transposed, preferred_element_type=wide_dtype(x.dtype))
-        y = y.reshape(*x.shape[:-1], self.transposed.shape[1])
-        return (y if self.bias is None else y + self.bias).astype(x.dtype)
+        def multiply(rows):
+            return jnp.matmul(rows, self.transposed, preferred_element_type=wide_dtype(x.dtype))
+
+        return _add_bias(_by_rows(multiply, x), self.bias).astype(x.dtype)
 
 
 def project(
     x: Float[Array, "*batch d_in"], weight: Float[Array, "d_out d_in"]
 ) -> Float[Array, "*batch d_out"]:
     """`x Wᵀ` as one product over all rows, summed up and returned in at least float32."""
-    y = product(x.reshape(-1, x.shape[-1]), weight)
-    return y.reshape(*x.shape[:-1], len(weight))
+    return _by_rows(lambda rows: product(rows, weight), x)
+
+
+def _by_rows(multiply: Callable[[Array], Array], x: Array) -> Array:
+    """`multiply(x)` as one product over all rows."""
+    y = multiply(x.reshape(-1, x.shape[-1]))
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _add_bias(y: Array, bias: Array | None) -> Array:
+    return y if bias is None else y + bias

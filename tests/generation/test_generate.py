@@ -9,7 +9,7 @@ from conftest import TINY, VOCAB, tiny_model
 
 from gptlite.config import SamplingConfig, UserError
 from gptlite.generation import generate as generate_module
-from gptlite.generation.generate import generate, make_decoder
+from gptlite.generation.generate import generate, prepare
 from gptlite.models.gpt import GPT
 from gptlite.nn import WHOLE_SEQUENCE, Attention, Heads, Linear
 from gptlite.sharding import is_whole, make_mesh, place as placed
@@ -155,21 +155,21 @@ def test_what_was_generated_on_several_devices_is_used_on_one():
     model = eqx.combine(jax.device_put(arrays, jax.devices()[0]), rest)
     keys = jax.device_put(jax.random.split(jax.random.key(1), 2), jax.devices()[0])
     prompts = jnp.zeros((2, 3), jnp.int32)
-    assert make_decoder(model, 2).mesh is not None
+    assert prepare(model, 2).mesh is not None
     new = generate(model, prompts, 5, keys=keys)
     assert forward(model, new).shape == (2, 5, VOCAB)
     keys = jax.random.split(jax.random.key(1), 2)
     with jax.set_mesh(make_mesh()):
         np.testing.assert_array_equal(generate(tiny_model(), prompts, 5, keys=keys), new)
     moved = eqx.combine(jax.device_put(arrays, jax.devices()[1]), rest)
-    assert make_decoder(moved, 2).mesh is None
+    assert prepare(moved, 2).mesh is None
 
 
 @pytest.mark.parametrize(("rows", "devices"), [(1, None), (3, None), (4, 2)])
 def test_devices_share_the_rows_of_a_model_that_each_can_copy(rows, devices, monkeypatch):
     model, keys = tiny_model(), jax.random.split(jax.random.key(1), rows)
     prompts = jax.random.randint(jax.random.key(0), (rows, 3), 0, VOCAB)
-    decoder = make_decoder(model, rows)
+    decoder = prepare(model, rows)
     assert (decoder.mesh and decoder.mesh.size) == devices
     shared = generate(decoder, prompts, 40, keys=keys)
     np.testing.assert_array_equal(generate(model, prompts, 40, keys=keys), shared)
@@ -177,7 +177,7 @@ def test_devices_share_the_rows_of_a_model_that_each_can_copy(rows, devices, mon
         with pytest.raises(UserError, match="must be a multiple of 2, got 3"):
             generate(decoder, prompts[:3], 5, keys=keys[:3])
     monkeypatch.setattr("gptlite.sharding.MAX_COPIED", 0)
-    assert make_decoder(model, rows).mesh is None
+    assert prepare(model, rows).mesh is None
     np.testing.assert_array_equal(generate(model, prompts, 40, keys=keys), shared)
 
 
@@ -186,7 +186,7 @@ def test_a_model_that_is_cut_over_devices_generates_what_it_generates_whole():
     prompts = jax.random.randint(jax.random.key(0), (2, 3), 0, VOCAB)
     cut = placed(model, make_mesh(fsdp=2))
     assert not is_whole(cut)
-    assert make_decoder(cut, 2).mesh is None
+    assert prepare(cut, 2).mesh is None
     np.testing.assert_array_equal(
         generate(cut, prompts, 2 * C, GREEDY, keys=keys),
         generate(model, prompts, 2 * C, GREEDY, keys=keys),
@@ -218,6 +218,22 @@ def test_a_long_prompt_is_read_in_parts(changes, monkeypatch):
     in_parts = generate(model, prompts, 40, lengths=lengths, keys=keys)
     np.testing.assert_array_equal(in_parts, whole)
     np.testing.assert_array_equal(generate(model, prompts[:1], 40, keys=keys[:1]), whole[:1])
+
+
+@pytest.mark.parametrize("kind", ["rbg", "unsafe_rbg"])
+def test_keys_of_another_kind_give_each_row_a_text_of_its_own(kind):
+    model, prompts = tiny_model(), jnp.zeros((4, 3), jnp.int32)
+    keys = jax.vmap(lambda seed: jax.random.key(seed, impl=kind))(jnp.arange(4))
+    texts = generate(model, prompts, 2 * C, keys=keys)
+    assert len(np.unique(texts, axis=0)) == 4
+    np.testing.assert_array_equal(generate(model, prompts, 2 * C, keys=keys), texts)
+
+
+def test_generation_inside_jit_is_refused():
+    """It compiles programs of its own."""
+    model, keys = tiny_model(), jax.random.split(jax.random.key(1), 2)
+    with pytest.raises(UserError, match="outside of jit"):
+        jax.jit(lambda prompt: generate(model, prompt, 5, keys=keys))(jnp.zeros((2, 3), jnp.int32))
 
 
 def test_no_prompts_give_no_texts():
@@ -304,12 +320,23 @@ def test_the_cache_is_as_long_as_the_text_that_is_asked_for(monkeypatch):
     np.testing.assert_array_equal(long, short)
 
 
-def test_a_cache_that_does_not_fit_into_memory_is_refused(monkeypatch):
-    model = tiny_model(context_length=10_000_000)
-    monkeypatch.setattr("gptlite.runtime.free_memory", lambda: 2**30)
+def test_texts_that_do_not_fit_into_memory_are_refused(monkeypatch):
+    """Three caches, attention's scores, and the prepared copy of a model if there is none yet."""
+    model = tiny_model(context_length=2**23, positions="none")
+    monkeypatch.setattr("gptlite.runtime.free_memory", lambda: 2**20)
     prompt, keys = jnp.ones((1, 3), jnp.int32), jax.random.split(jax.random.key(0), 1)
-    with pytest.raises(UserError, match=r"1 texts of 10,000,\d+ tokens takes 7\.3 GiB"):
-        generate(model, prompt, 2**30, GREEDY, keys=keys)
+
+    def refused(gigabytes, model, new_tokens):
+        with pytest.raises(UserError, match=f"takes {gigabytes:,.1f} GiB, and 0.0 GiB are free"):
+            generate(model, prompt, new_tokens, GREEDY, keys=keys)
+
+    # Keys and values of one layer, with the width 16 in float32; and the ids.
+    caches = 3 * 2**23 * 4 * (TINY.n_layers * 2 * TINY.d_model + 1) / 2**30
+    scores = TINY.n_heads * 2**23 * 4 / 2**30
+    refused(caches + 16 * scores, model, 2**23 - 3)
+    refused(caches + 512 * scores, model, 2**23)  # the last half of the context is read again
+    wide = eqx.tree_at(lambda m: m.embedding.weight, model, jnp.zeros((2**20, 32)))
+    refused(2**20 * 32 * 4 / 2**30, wide, 5)
 
 
 def test_tokens_beyond_the_room_in_a_cache_are_refused():
