@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 from conftest import ROOT, TEXT, run_script
 
@@ -345,8 +346,12 @@ def test_training_refuses_with_a_sentence_and_leaves_nothing(
 
 def test_summary_prints_the_table_and_trains_nothing(place, monkeypatch, capsys):
     monkeypatch.chdir(place)
-    train.train(parse_train(["s", "--data.corpus", "rhyme.txt", "--summary", "--run", "two"]))
+    command = ["s", "--data.corpus", "rhyme.txt", "--summary", "--run", "two"]
+    train.train(parse_train([*command, "--training.accumulation", "3"]))
+    assert f"with {12 // jax.device_count() // 3} rows at once" in capsys.readouterr().out
+    train.train(parse_train(command))
     out = capsys.readouterr().out
+    assert f"with {12 // jax.device_count()} rows at once" in out
     assert "stack.blocks.attention.heads.query (x 4)" in out
     assert "FLOPs per token, training" in out
     assert not (place / "runs" / "two").exists()

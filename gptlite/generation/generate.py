@@ -77,7 +77,10 @@ def prepare(model: GPT, rows: int) -> PreparedModel:
 
     If it is not cut over devices, the matrices of queries, keys and values are one; on a CPU,
     matrices for several rows are stored as XLA's library multiplies them (1.2 times as fast); and
-    several devices share the rows, if `row_mesh` finds them."""
+    several devices share the rows, if `row_mesh` finds them.
+
+    **Raises:** `UserError` if JAX traces the model, as inside `jax.jit`."""
+    _require_values(model)
     if not is_whole(model):
         return PreparedModel(model.unstacked(), None)
     mesh, transposed = row_mesh(rows, model), rows > 1 and is_on_cpu(model)
@@ -119,7 +122,7 @@ def _rearranged(model: GPT, transposed: bool) -> GPT:
 
 def generate(
     model: GPT | PreparedModel,
-    prompt: Int[Array, "batch prompt"],
+    prompt: Int[Array | np.ndarray, "batch prompt"],
     max_new_tokens: int,
     config: SamplingConfig | None = None,
     *,
@@ -136,7 +139,7 @@ def generate(
 
 def stream(
     model: GPT | PreparedModel,
-    prompt: Int[Array, "batch prompt"],
+    prompt: Int[Array | np.ndarray, "batch prompt"],
     max_new_tokens: int,
     config: SamplingConfig | None = None,
     *,
@@ -150,17 +153,14 @@ def stream(
     - `model`: to call this often, pass `prepare(model, len(prompt))`, which takes as long as 30 to
       120 tokens of a small model.
     - `lengths`: how many tokens of each prompt are real; padding follows them. Default: all.
-    - `keys`: a key for each row. `jax.vmap` draws numbers from each alone if they are Threefry's,
-      JAX's default; keys of the kind `rbg` it draws from together.
+    - `keys`: a key for each row. Of keys of the kind `rbg`, `jax.vmap` uses only the first, so that
+      a row depends on the others.
 
     **Raises:** `UserError` if a prompt is empty or longer than the context, memory is too small,
-    the devices of a `PreparedModel` cannot share the rows evenly, or this is called inside
-    `jax.jit`.
+    the devices of a `PreparedModel` cannot share the rows evenly, or JAX traces an argument, as
+    inside `jax.jit`.
     """
-    require(
-        not any(isinstance(x, Tracer) for x in jax.tree.leaves((model, prompt, lengths, keys))),
-        "Generation compiles its own programs: call it outside of jit and other transformations.",
-    )
+    _require_values((model, prompt, lengths, keys))
     whole, copied = (model, size_of(model)) if isinstance(model, GPT) else (model.model, 0)
     context, longest = whole.config.context_length, prompt.shape[1]
     # With one length for all rows, a cache is written at one position, which is faster.
@@ -179,7 +179,8 @@ def stream(
     room = _room(longest, context)
     capacity = max(room, _room(longest + max_new_tokens, context))
     # What is read at once, at the start or when the context is full.
-    part = min(MAX_PREFILL, room if longest + max_new_tokens <= context else context)
+    again = _room(context // 2, context) if longest + max_new_tokens > context else 0
+    part = min(MAX_PREFILL, max(room, again))
     _check_memory(whole, len(prompt), capacity, part, copied)
     prepared = prepare(model, len(prompt)) if isinstance(model, GPT) else model
     mesh = prepared.mesh
@@ -208,16 +209,25 @@ def stream(
         done, length = done + count, length + count
 
 
+def _require_values(tree: Any) -> None:
+    """**Raises:** `UserError` if there is a tracer in `tree`."""
+    require(
+        not any(isinstance(x, Tracer) for x in jax.tree.leaves(tree)),
+        "Generation compiles its own programs: call it outside of jit and other transformations.",
+    )
+
+
 def _check_memory(model: GPT, batch: int, capacity: int, part: int, copied: int) -> None:
     """**Raises:** `UserError` if memory is too small for the caches, the scores of `part` tokens in
     one layer, and a copy of `copied` bytes of the model."""
     needed = copied
-    # To ask fewer tokens' cache for its size takes too long: it is smaller than the weights.
-    if batch * capacity >= 2**16:
+    # To ask the cache for its size takes as long as 50 tokens of a small model. So a cache of 16
+    # MiB or less, if it has keys and values in float32, is not asked.
+    if 8 * batch * capacity * model.config.n_layers * model.config.d_model > 2**24:
         cache = eqx.filter_eval_shape(lambda m: m.init_cache((batch,), capacity=capacity), model)
         scores = 4 * batch * model.config.n_heads * part * capacity  # float32
         needed += CACHE_COPIES * size_of(cache) + scores
-    require_memory(f"To generate {batch} texts of {capacity:,} tokens", needed)
+    require_memory(f"Generation of {batch} x {capacity:,} tokens", needed)
 
 
 def _room(tokens: int, context: int) -> int:

@@ -63,8 +63,9 @@ def summary(model: Any, *, batch_size: int = 1) -> str:
     """The table, with totals below it, of a `GPT`, an `Encoder`, a `Seq2Seq`, or any model from ids
     that has a `config`.
 
-    One line for each module that holds parameters. Memory is an estimate for training in float32
-    on batches of `batch_size`: parameters, gradients, Adam's two moments, activations.
+    One line for each module that holds parameters. Memory is an estimate for training in float32 on
+    one device, which has all parameters and computes `batch_size` rows at once: parameters,
+    gradients, Adam's two moments, activations.
     """
     total = count_parameters(model)
     rows = [("module", "output", "parameters", "share")]
@@ -92,9 +93,9 @@ def summary(model: Any, *, batch_size: int = 1) -> str:
             f"parameters                {total:,}",
             f"FLOPs per token, forward  {forward:,}{of_what}",
             f"FLOPs per token, training {training:,}{of_what}",
-            f"memory for training       {(state + activations) / 2**20:,.0f} MiB at batch size "
-            f"{batch_size}: {state / 2**20:,.0f} for parameters, gradients and Adam, at most "
-            f"{activations / 2**20:,.0f} for activations",
+            f"memory of one device      {(state + activations) / 2**20:,.0f} MiB in training with "
+            f"{batch_size} rows at once: {state / 2**20:,.0f} for parameters, gradients and Adam, "
+            f"at most {activations / 2**20:,.0f} for activations",
         ]
     )
 

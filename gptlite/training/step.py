@@ -164,12 +164,13 @@ class TrainSteps:
             return run.lower(data, state).compile().compiled
 
     def rows_at_once(self, tokens: int) -> int:
-        """The rows, of so many tokens, whose gradient is computed at once, on all devices."""
-        rows = self.training.batch_size
+        """The rows, of so many tokens, whose gradient a device computes at once."""
+        shape = self.mesh.shape
         with jax.set_mesh(self.mesh):
-            return rows // (
-                self.training.accumulation or default_parts(rows // n_row_shards(), tokens)
-            )
+            rows = self.training.batch_size // n_row_shards()
+            parts = self.training.accumulation or default_parts(rows, tokens)
+        # Devices that cut the parameters share each part's rows.
+        return self.training.batch_size // (parts * shape["data"] * shape["fsdp"])
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of update `step`, counted from 0 (with muon: of the matrices)."""
@@ -224,7 +225,8 @@ class TrainSteps:
         self, model: Any, batch: PyTree[Shaped[Array, "batch ..."]], key: PRNGKeyArray
     ) -> tuple[Float[Array, ""], PyTree]:
         """The mean of a batch's losses that count (0 if none does), and the gradient of this mean
-        and the auxiliary loss, computed in `training.accumulation` equal parts."""
+        and the auxiliary loss, computed in `training.accumulation` equal parts. `key`: as `row_key`
+        takes it."""
         loss_mask, dtype = self._loss_mask, jnp.dtype(self.training.compute_dtype)
         # What multiplies the sum of a device's losses, so that every loss has the same weight.
         weight = jnp.ones(())

@@ -169,13 +169,13 @@ def test_what_was_generated_on_several_devices_is_used_on_one():
 def test_devices_share_the_rows_of_a_model_that_each_can_copy(rows, devices, monkeypatch):
     model, keys = tiny_model(), jax.random.split(jax.random.key(1), rows)
     prompts = jax.random.randint(jax.random.key(0), (rows, 3), 0, VOCAB)
-    decoder = prepare(model, rows)
-    assert (decoder.mesh and decoder.mesh.size) == devices
-    shared = generate(decoder, prompts, 40, keys=keys)
+    prepared = prepare(model, rows)
+    assert (prepared.mesh and prepared.mesh.size) == devices
+    shared = generate(prepared, prompts, 40, keys=keys)
     np.testing.assert_array_equal(generate(model, prompts, 40, keys=keys), shared)
     if devices:
         with pytest.raises(UserError, match="must be a multiple of 2, got 3"):
-            generate(decoder, prompts[:3], 5, keys=keys[:3])
+            generate(prepared, prompts[:3], 5, keys=keys[:3])
     monkeypatch.setattr("gptlite.sharding.MAX_COPIED", 0)
     assert prepare(model, rows).mesh is None
     np.testing.assert_array_equal(generate(model, prompts, 40, keys=keys), shared)
@@ -234,6 +234,8 @@ def test_generation_inside_jit_is_refused():
     model, keys = tiny_model(), jax.random.split(jax.random.key(1), 2)
     with pytest.raises(UserError, match="outside of jit"):
         jax.jit(lambda prompt: generate(model, prompt, 5, keys=keys))(jnp.zeros((2, 3), jnp.int32))
+    with pytest.raises(UserError, match="outside of jit"):
+        eqx.filter_jit(lambda model: prepare(model, 2))(model)
 
 
 def test_no_prompts_give_no_texts():
@@ -331,10 +333,12 @@ def test_texts_that_do_not_fit_into_memory_are_refused(monkeypatch):
             generate(model, prompt, new_tokens, GREEDY, keys=keys)
 
     # Keys and values of one layer, with the width 16 in float32; and the ids.
-    caches = 3 * 2**23 * 4 * (TINY.n_layers * 2 * TINY.d_model + 1) / 2**30
-    scores = TINY.n_heads * 2**23 * 4 / 2**30
-    refused(caches + 16 * scores, model, 2**23 - 3)
-    refused(caches + 512 * scores, model, 2**23)  # the last half of the context is read again
+    caches = 3 * 4 * (TINY.n_layers * 2 * TINY.d_model + 1) / 2**30
+    scores = TINY.n_heads * 4 / 2**30
+    refused(2**23 * (caches + 16 * scores), model, 2**23 - 3)
+    # The last half of the context is read again.
+    refused(2**23 * (caches + 512 * scores), model, 2**23)
+    refused(2**17 * (caches + 16 * scores), model, 2**17 - 3)
     wide = eqx.tree_at(lambda m: m.embedding.weight, model, jnp.zeros((2**20, 32)))
     refused(2**20 * 32 * 4 / 2**30, wide, 5)
 

@@ -66,7 +66,7 @@ def test_the_table_names_every_part_and_adds_up(variant):
     forward, training = flops_per_token(variant)
     assert f"{forward:,}" in text
     assert f"{training:,}" in text
-    assert "batch size 2" in text
+    assert "with 2 rows at once" in text
     assert "- " not in "".join(
         line for line in text.splitlines() if "[seq" not in line and "x 2" in line
     )
