@@ -21,8 +21,10 @@ import equinox as eqx
 import jax
 import jax.flatten_util
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, PRNGKeyArray
+from jaxtyping import Array, Int, PRNGKeyArray
 
 from gptlite.config import UserError
 from gptlite.pytrees import is_array, is_stacked, path_name
@@ -110,10 +112,21 @@ def place_seeds(tree: T, mesh: Mesh) -> T:
 
 
 def place_batches(tree: T, mesh: Mesh) -> T:
-    """Batches `[steps, batch, ...]` with their rows sharded over `mesh`; of a `seeds_mesh`,
-    `[steps, seeds, batch, ...]`."""
+    """Batches `[steps, batch, ...]`, of which this process has the `local_rows`, with their rows
+    sharded over `mesh`; of a `seeds_mesh`, `[steps, seeds, batch, ...]`."""
     rows = SEEDS if SEEDS in mesh.shape else MESH_AXES["batch"]
-    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec(None, rows)))
+    sharding = NamedSharding(mesh, PartitionSpec(None, rows))
+    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), tree)
+
+
+def local_rows(mesh: Mesh, rows: int) -> Int[np.ndarray, " local"]:
+    """Which of the `rows` rows of a batch the devices of this process have."""
+    if SEEDS in mesh.shape:
+        return np.arange(rows)
+    sharding = NamedSharding(mesh, PartitionSpec(MESH_AXES["batch"]))
+    found = sharding.addressable_devices_indices_map((rows,)).values()
+    parts = {place[0].indices(rows)[:2] for place in found if place is not None}
+    return np.concatenate([np.arange(*part) for part in sorted(parts)])
 
 
 def replicate(tree: T, mesh: Mesh) -> T:
@@ -140,6 +153,13 @@ def local(tree: T) -> T:
     if not is_whole(tree):
         return tree
     return jax.tree.map(lambda x: x.addressable_data(0) if isinstance(x, jax.Array) else x, tree)
+
+
+def whole(x: Array) -> np.ndarray:
+    """`x` in host memory, gathered from all processes."""
+    if x.is_fully_replicated or x.is_fully_addressable:
+        return np.asarray(x)
+    return multihost_utils.process_allgather(x, tiled=True)
 
 
 def skeleton(tree: T, mesh: Mesh) -> T:

@@ -23,11 +23,15 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jaxtyping import Array, UInt32
 
 from gptlite.config import UserError, check_value, require
 from gptlite.files import is_plausible
-from gptlite.runs.weights import check_shapes, fill, named_arrays, named_leaves
+from gptlite.runs.weights import check_shapes, fill, named_leaves
+from gptlite.sharding import whole
 from gptlite.training.fit import Position
 from gptlite.training.step import TrainState
 
@@ -96,15 +100,16 @@ class Checkpoints:
         """
         ocp, step = self._ocp, record.position.step
         path = self._folder / str(step)
-        arrays = named_arrays(state)
-        for name, array in arrays.items():
+        arrays = named_leaves(state)
+        found = survey(arrays)
+        for name, (is_nan, *_) in found.items():
             # Infinity is no mistake: a custom block may have a mask of -inf.
-            if np.isnan(array).any():
+            if is_nan:
                 raise UserError(f"The checkpoint {path} is not written: {name} is NaN.")
         fields = dataclasses.asdict(record)
         items = ocp.args.Composite(
-            state=ocp.args.StandardSave(named_leaves(state)),
-            record=ocp.args.JsonSave({**fields, "digest": _digest(arrays, fields)}),
+            state=ocp.args.StandardSave(arrays),
+            record=ocp.args.JsonSave({**fields, "digest": digest(arrays, found, fields)}),
         )
         self.wait()
         with _as_user_error(path, "written"):
@@ -139,8 +144,8 @@ class Checkpoints:
         with _as_user_error(path, "read"):
             restored = self._manager.restore(step, args=items)
             fields: dict[str, Any] = dict(restored["record"])
-            digest, arrays = fields.pop("digest"), dict(restored["state"])
-            if digest != _digest({name: np.asarray(x) for name, x in arrays.items()}, fields):
+            wanted, arrays = fields.pop("digest"), dict(restored["state"])
+            if wanted != digest(arrays, survey(arrays), fields):
                 raise UserError(f"The checkpoint {path} is damaged: its digest does not match.")
             try:
                 record = _record(fields)
@@ -212,14 +217,43 @@ def list_steps(folder: Path) -> list[int]:
     return sorted((int(n) for n in names if n.isascii() and n.isdecimal()), reverse=True)
 
 
-def _digest(arrays: dict[str, np.ndarray], fields: dict[str, Any]) -> str:
-    """A checksum of a checkpoint's arrays and record."""
+def digest(arrays: dict[str, Array], sums: dict[str, np.ndarray], fields: dict[str, Any]) -> str:
+    """A checksum of a checkpoint's arrays, with their `survey`, and its record."""
     checksum = hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
     for name in sorted(arrays):
-        array = np.ascontiguousarray(arrays[name])
-        checksum.update(f"{name} {array.dtype} {array.shape}".encode())
-        checksum.update(array.reshape(-1).view(np.uint8).data)
+        array = arrays[name]
+        checksum.update(f"{name} {array.dtype} {array.shape} {sums[name].tolist()}".encode())
     return checksum.hexdigest()
+
+
+def survey(arrays: dict[str, Array]) -> dict[str, np.ndarray]:
+    """For each array, whether a number in it is NaN, and two checksums, computed where its parts
+    are. They do not depend on how the array is cut."""
+    return {name: whole(found) for name, found in _survey(arrays).items()}
+
+
+@jax.jit
+def _survey(arrays: dict[str, Array]) -> dict[str, UInt32[Array, "3"]]:
+    # The bits of each number, mixed with its place, added up modulo 2³²: so in any order.
+    def mix(x):  # the finaliser of MurmurHash3 (Appleby, 2011)
+        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+            x = (x ^ (x >> shift)) * jnp.uint32(factor)
+        return x ^ (x >> 16)
+
+    def found(x):
+        plain = x.astype(jnp.uint8) if x.dtype == bool else x
+        kind = f"uint{8 * min(4, plain.dtype.itemsize)}"
+        bits = lax.bitcast_convert_type(plain, kind).astype(jnp.uint32)
+        place, stride = jnp.zeros(bits.shape, jnp.uint32), 1
+        for axis in reversed(range(bits.ndim)):
+            step = jnp.uint32(stride % 2**32)
+            place += step * lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+            stride *= bits.shape[axis]
+        starts = (jnp.uint32(0), jnp.uint32(0x9E3779B9))
+        sums = (jnp.sum(mix(bits ^ mix(place + start)), dtype=jnp.uint32) for start in starts)
+        return jnp.stack([(plain != plain).any().astype(jnp.uint32), *sums])
+
+    return jax.tree.map(found, arrays)
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from gptlite.files import is_plausible, read_bounded, write_atomically
 from gptlite.models.gpt import GPT
 from gptlite.pytrees import is_array, path_name, size_of
 from gptlite.runtime import require_memory
+from gptlite.sharding import whole
 
 T = TypeVar("T")
 
@@ -48,8 +49,8 @@ def named_leaves(tree: PyTree) -> dict[str, Any]:
 
 
 def named_arrays(tree: PyTree) -> dict[str, np.ndarray]:
-    """`named_leaves`, whole, in host memory."""
-    return {name: np.asarray(leaf) for name, leaf in named_leaves(tree).items()}
+    """`named_leaves`, whole, in host memory. Every process must call this."""
+    return {name: whole(leaf) for name, leaf in named_leaves(tree).items()}
 
 
 def fill(skeleton: T, arrays: dict[str, Any], source: str) -> T:
