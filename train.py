@@ -7,6 +7,7 @@ import dataclasses
 import shlex
 import sys
 import time
+from pathlib import Path
 
 from gptlite.cli import TrainArguments, exit_on_error, parse_train
 
@@ -27,6 +28,15 @@ def train(arguments: TrainArguments) -> None:
     from gptlite.generation.generate import generate
     from gptlite.models.gpt import make_model
     from gptlite.models.summary import count_parameters, summary
+    from gptlite.processes import (
+        check_same,
+        connect,
+        is_first,
+        largest,
+        of_first,
+        shared_errors,
+        silence_others,
+    )
     from gptlite.progress import log
     from gptlite.pytrees import size_of
     from gptlite.research import plots
@@ -56,26 +66,32 @@ def train(arguments: TrainArguments) -> None:
         if not arguments.summary:
             check_free(path, overwrite=arguments.overwrite)
 
-    set_up_jax(usable_cpu_devices(training, mesh_config))
+    connect(arguments.distributed)
+    # Two devices of a process may each wait for a thread that the other holds.
+    set_up_jax(1 if jax.distributed.is_initialized() else usable_cpu_devices(training, mesh_config))
+    silence_others()
+    path = Path(of_first(str(path)))  # the time is another one in each process
 
     setting_up = time.perf_counter() - start
     with RunFolder(path) as run:
-        if resuming:
-            run.open()
+        with shared_errors():
+            if resuming:
+                run.open()
 
-        # Text to tokens.
-        corpus = load_corpus(arguments.config.data.corpus)
-        data = dataclasses.replace(arguments.config.data, corpus=corpus.name)  # not `auto`
-        config = dataclasses.replace(arguments.config, data=data)
-        source = None
-        if resuming:
-            tokenizer = load_tokenizer(path)
-        elif training.init_from is not None:
-            source = load_any(training.init_from, custom=custom_blocks(config.model))
-            tokenizer = source.tokenizer
-        else:
-            tokenizer = make_tokenizer(config.data.tokenizer, corpus.alphabet)
-        split = split_corpus(corpus, tokenizer, config.data.validation_tokens)
+            # Text to tokens.
+            corpus = load_corpus(arguments.config.data.corpus)
+            data = dataclasses.replace(arguments.config.data, corpus=corpus.name)  # not `auto`
+            config = dataclasses.replace(arguments.config, data=data)
+            source = None
+            if resuming:
+                tokenizer = load_tokenizer(path)
+            elif training.init_from is not None:
+                source = load_any(training.init_from, custom=custom_blocks(config.model))
+                tokenizer = source.tokenizer
+            else:
+                tokenizer = make_tokenizer(config.data.tokenizer, corpus.alphabet)
+            split = split_corpus(corpus, tokenizer, config.data.validation_tokens)
+        check_same("corpora, with the sha256", corpus.sha256)
         log(
             f"{corpus.name}: {len(split.train):,} training tokens, {len(split.validation):,} "
             f"validation tokens, vocabulary {tokenizer.vocab_size:,}"
@@ -90,12 +106,13 @@ def train(arguments: TrainArguments) -> None:
         # The update and the evaluation, on all devices.
         mesh = make_mesh(fsdp=mesh_config.fsdp, tensor=mesh_config.tensor)
         context = config.model.context_length
-        batches = Batches(split.train, training.batch_size, context, training.seed)
-        evaluate = Evaluation(split.validation, context, mesh)
         train_steps = TrainSteps(shapes, config.optimizer, training, mesh)
         if arguments.summary:
             print(summary(shapes, batch_size=train_steps.rows_at_once(context + 1)))
             return
+        rows = train_steps.rows
+        batches = Batches(split.train, training.batch_size, context, training.seed, rows)
+        evaluate = Evaluation(split.validation, context, mesh)
         skeleton, start_at, checkpoint = train_steps.skeleton(shapes), None, None
         require_memory("The training state", size_of(skeleton))
         if resuming:
@@ -129,7 +146,7 @@ def train(arguments: TrainArguments) -> None:
             log(f"custom blocks: {shlex.join(custom)}")
 
         # Training. `fit` compiles first, so that a model that cannot be trained changes no files.
-        stop = Stop(exits=True)
+        stop, signal = Stop(exits=True), 0
         with stop:  # also while `fit` compiles, where a KeyboardInterrupt may be lost
             fitting = fit(state, train_steps, batches, start=start_at)
             if checkpoint is None:
@@ -142,13 +159,14 @@ def train(arguments: TrainArguments) -> None:
                 Display(training.steps, run.steps_done) as display,
             ):
                 for progress in fitting:
-                    stopping = stop.requested  # read once, so that every stop is saved
+                    # Read once, so that every stop is saved, and by all processes.
+                    signal, save_is_due = largest(stop.signal or 0, run.save_is_due())
                     val_loss = (
                         evaluate.evaluate_or_raise(progress) if progress.evaluation_due else None
                     )
                     if progress.log_due:
                         run.log_metrics(progress, val_loss)
-                    if val_loss is not None or stopping or run.save_is_due():
+                    if val_loss is not None or signal or save_is_due:
                         run.save(progress)
                     sample = ""
                     if val_loss is not None and training.sample_tokens:
@@ -157,11 +175,11 @@ def train(arguments: TrainArguments) -> None:
                         sample = decode(tokenizer, jax.device_get(ids[0]))
                     if progress.log_due:
                         display.update(run.last, sample)
-                    if stopping:
+                    if signal:
                         break
         if run.steps_done < training.steps:
             log(f"stopped at step {run.steps_done} of {training.steps}. {run.resume_hint()}")
-            sys.exit(stop.exit_code)
+            sys.exit(128 + signal)
 
         # The result.
         last = run.last
@@ -183,6 +201,8 @@ def train(arguments: TrainArguments) -> None:
                 "seed": training.seed,
             }
         )
+        if not is_first():
+            return
         try:
             plots.save(plots.losses(run.curves()), path / "loss.png")
         except OSError as error:

@@ -17,6 +17,7 @@ from gptlite.config import (
     MAX_INT32,
     Between,
     Config,
+    DistributedConfig,
     ModelConfig,
     SamplingConfig,
     UserError,
@@ -88,6 +89,8 @@ class TrainArguments:
 
     debug: bool = False
     """Show where in the code an error came from."""
+
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 

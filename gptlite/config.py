@@ -434,6 +434,46 @@ class MeshConfig:
 
 
 @dataclass(frozen=True)
+class DistributedConfig:
+    """Several processes that train one run. Each is started with the same command, but for
+    --distributed.process. Under SLURM (srun), Open MPI and on TPUs, JAX finds all of this by
+    itself."""
+
+    coordinator: str | None = None
+    """HOST:PORT, a free port of the machine of process 0, which all processes can reach."""
+
+    processes: Annotated[int | None, Between(1, MAX_INT32)] = None
+    """The number of processes."""
+
+    process: Annotated[int | None, Between(0, MAX_INT32)] = None
+    """The number of this process: 0, 1, 2, ..."""
+
+    connect_seconds: Annotated[int, Between(1, MAX_INT32)] = 300
+    """How long to wait at the start for the other processes."""
+
+    missing_seconds: Annotated[int, Between(1, MAX_INT32)] = 100
+    """A process that has not been heard of for so long counts as dead, and the others end."""
+
+    def __post_init__(self):
+        check_fields("distributed.", self)
+        given = [x is not None for x in (self.coordinator, self.processes, self.process)]
+        require(
+            all(given) or not any(given),
+            "distributed.coordinator, distributed.processes and distributed.process belong "
+            "together: give all three, or none.",
+        )
+        require(
+            self.coordinator is None or re.fullmatch(r"\S+:\d+", self.coordinator) is not None,
+            f"distributed.coordinator must be HOST:PORT, got {self.coordinator!r}.",
+        )
+        require(
+            (self.process or 0) < (self.processes or 1),
+            f"distributed.process must be below distributed.processes, {self.processes}, got "
+            f"{self.process}.",
+        )
+
+
+@dataclass(frozen=True)
 class Config:
     """Everything that defines a run."""
 

@@ -4,7 +4,6 @@ import functools
 import io
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -61,29 +60,6 @@ def place(tmp_path_factory) -> Path:
     assert done.returncode == 0, done.stderr
     (path / "train.log").write_text(done.stdout)
     return path
-
-
-def test_parameters_are_spread_over_devices_and_a_run_goes_on_with_another_mesh(place):
-    words = ["--data.corpus", "rhyme.txt", "--run", "spread", "--mesh.fsdp", "2"]
-    done = run_script("train.py", "quick", *words, *TINY, folder=place)
-    assert done.code == 0, done.err
-    assert "Involuntary" not in done.err
-    losses = [
-        json.loads(line)["train_loss"]
-        for run in ("one", "spread")
-        for line in (place / "runs" / run / "metrics.jsonl").read_text().splitlines()
-    ]
-    # In bfloat16, and sums in another order: 8 bits a number.
-    assert losses[:3] == pytest.approx(losses[3:], rel=0.01)
-    words = ["--resume", "spread", "--data.corpus", "rhyme.txt", "--training.steps", "40"]
-    words += ["--mesh.fsdp", "1", "--mesh.tensor"]
-    done = run_script("train.py", *words, "2", folder=place)
-    assert done.code == 0, done.err
-    assert "(fsdp 2, tensor 1) and continues on 2 x cpu (fsdp 1, tensor 2)" in done.out
-    done = run_script("train.py", *words, "3", folder=place)
-    assert done.code == 2
-    assert "must divide the number of devices" in done.err
-    shutil.rmtree(place / "runs" / "spread")  # the newest run is the other one
 
 
 def test_a_text_in_a_file_of_ids_is_trained_on_and_sampled_from(tmp_path, monkeypatch):

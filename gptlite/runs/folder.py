@@ -41,6 +41,7 @@ from gptlite.files import (
     write_atomically,
     write_json,
 )
+from gptlite.processes import is_first, shared_errors
 from gptlite.progress import log
 from gptlite.pytrees import size_of
 from gptlite.runs.checkpoints import Checkpoint, Checkpoints, Record, list_steps
@@ -104,7 +105,7 @@ class RunFolder:
         """
         # Next to the run folder, because `--overwrite` replaces the folder. Resolved, so that all
         # spellings of the path share one lock.
-        if self._lock is not None:
+        if self._lock is not None or not is_first():
             return
         busy = f"The run {self.path} is being trained by another process: wait for it, or stop it."
         with self._writing():
@@ -114,11 +115,17 @@ class RunFolder:
     def create(
         self, config: Config, tokenizer: Tokenizer, corpus_sha256: str, *, overwrite: bool
     ) -> None:
-        """Make the folder.
+        """Make the folder, in the first process.
 
         **Raises:** `UserError` if there is something at `path` (with `overwrite`: something that
         is not a run), or it cannot be written.
         """
+        with shared_errors():
+            if is_first():
+                self._create(config, tokenizer, overwrite=overwrite)
+        self._start(config, corpus_sha256, seconds=0.0)
+
+    def _create(self, config: Config, tokenizer: Tokenizer, *, overwrite: bool) -> None:
         check_free(self.path, overwrite=overwrite)
         self.lock()
         check_free(self.path, overwrite=overwrite)  # another process may have created it since
@@ -138,7 +145,6 @@ class RunFolder:
             finally:
                 for leftover in (new, old):
                     remove(leftover)
-        self._start(config, corpus_sha256, seconds=0.0)
 
     def open(self) -> None:
         """Lock a run that is to be resumed. Changes nothing in it.
@@ -216,8 +222,19 @@ class RunFolder:
 
     def resume(self, checkpoint: Checkpoint, config: Config) -> None:
         """Bring the folder back to the state in which `checkpoint` was written."""
-        record, folder = checkpoint.record, self.path / "checkpoints"
-        step = record.position.step
+        record, step = checkpoint.record, checkpoint.record.position.step
+        with shared_errors():
+            if is_first():
+                self._bring_back(step, config)
+        # The best weights may be newer than the checkpoint. Training then repeats that step.
+        self.best = read_evaluated(self.path / "best.safetensors")
+        if self.best is None and step >= config.training.eval_every:
+            log("The best weights so far are lost: best.safetensors is missing or damaged.")
+        self.last, self._saved = record.last, step
+        self._start(config, record.corpus_sha256, seconds=record.seconds)
+
+    def _bring_back(self, step: int, config: Config) -> None:
+        folder = self.path / "checkpoints"
         for changed in changed_sources(self.path, config.model):
             log(f"{changed} has changed since the run began.")
         with self._writing():
@@ -229,12 +246,6 @@ class RunFolder:
             self._truncate_metrics(step)
             if load_config(self.path / "config.json") != config:
                 save_config(config, self.path / "config.json")
-        # The best weights may be newer than the checkpoint. Training then repeats that step.
-        self.best = read_evaluated(self.path / "best.safetensors")
-        if self.best is None and step >= config.training.eval_every:
-            log("The best weights so far are lost: best.safetensors is missing or damaged.")
-        self.last, self._saved = record.last, step
-        self._start(config, record.corpus_sha256, seconds=record.seconds)
 
     def _move_damaged(self, checkpoint: Path) -> None:
         """Move a damaged checkpoint, on which Orbax fails, to `damaged/`."""
@@ -287,6 +298,8 @@ class RunFolder:
                 self.best = Evaluated(progress.step, val_loss)
         if training.on_nonfinite == "skip":
             self.last["skipped"] = progress.position.skipped
+        if not is_first():
+            return
         line = json.dumps(self.last, allow_nan=False) + "\n"
         with self._writing(), (self.path / "metrics.jsonl").open("a", encoding="ascii") as file:
             file.write(line)
@@ -301,11 +314,12 @@ class RunFolder:
             self._checkpoints = Checkpoints(folder, keep, self._save_weights)
         self._checkpoints.wait()  # `_save_weights` is done with the weights before
         weights = named_arrays(progress.state.model)
-        self._weights = [("last", weights, Evaluated(step))]
-        if self.best is not None and self.best.step == step:
-            self._weights.append(("best", weights, self.best))
+        if is_first():
+            self._weights = [("last", weights, Evaluated(step))]
+            if self.best is not None and self.best.step == step:
+                self._weights.append(("best", weights, self.best))
         with self._writing():
-            if (self.path / "metrics.jsonl").exists():
+            if is_first() and (self.path / "metrics.jsonl").exists():
                 sync(self.path / "metrics.jsonl")  # the checkpoint relies on it
         record = Record(
             position=progress.position,
@@ -356,7 +370,8 @@ class RunFolder:
                 ) from error
             hint = self.resume_hint()
             if isinstance(error, DivergenceError):
-                self._save_diverged(error, tokenizer)
+                if is_first():
+                    self._save_diverged(error, tokenizer)
                 # Resumed with the same settings, it would diverge again.
                 skip = ["--training.on-nonfinite", "skip"]
                 hint = "" if error.batch is None else self.resume_hint(skip)
@@ -381,8 +396,9 @@ class RunFolder:
 
     def save_result(self, result: dict[str, Any]) -> None:
         """Write `result.json`."""
-        with self._writing():
-            write_json(self.path / "result.json", result)
+        if is_first():
+            with self._writing():
+                write_json(self.path / "result.json", result)
 
     def _save_diverged(self, diverged: DivergenceError, tokenizer: Tokenizer) -> None:
         """Write `nonfinite.json`."""

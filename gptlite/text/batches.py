@@ -27,6 +27,8 @@ class Batches:
     batch_size: int
     context_length: int
     seed: int
+    rows: Int[np.ndarray, " rows"] | None = None
+    """Which rows of a batch to read. None: all."""
 
     def __post_init__(self):
         if self.windows_per_epoch < 1:
@@ -42,8 +44,9 @@ class Batches:
         return (len(self.tokens) - self.context_length) // self.context_length
 
     def __call__(self, step: int) -> Windows:
-        """The batch of `step`, counted from 0: `[batch_size, context_length + 1]`."""
-        windows = range(step * self.batch_size, (step + 1) * self.batch_size)
+        """The batch of `step`, counted from 0: `[rows, context_length + 1]`."""
+        rows = range(self.batch_size) if self.rows is None else self.rows.tolist()
+        windows = (step * self.batch_size + row for row in rows)
         starts = np.array(
             [self._start(*divmod(window, self.windows_per_epoch)) for window in windows]
         )

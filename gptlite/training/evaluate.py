@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from gptlite.models.gpt import GPT
-from gptlite.sharding import SEEDS, place_batches, replicate
+from gptlite.sharding import SEEDS, local_rows, place_batches, replicate
 from gptlite.text.batches import split_windows
 from gptlite.text.tokenizer import Ids
 from gptlite.text.tokens import Split
@@ -43,8 +43,11 @@ class Evaluation:
         padding = np.full((batches * rows - len(windows), context_length + 1), -1, np.int32)
         shaped = np.concatenate([windows, padding]).reshape(batches, rows, context_length + 1)
         self._mesh, self._by_seed = mesh, SEEDS in mesh.shape
-        put = replicate if self._by_seed else place_batches
-        self._batches: Any = put(shaped, mesh)
+        self._batches: Any = (
+            replicate(shaped, mesh)
+            if self._by_seed
+            else place_batches(shaped[:, local_rows(mesh, rows)], mesh)
+        )
 
     def __call__(self, model: GPT) -> Float[np.ndarray, "*seeds"]:
         """Nats per token of the model, or of each of several, without dropout and label

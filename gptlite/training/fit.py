@@ -105,7 +105,8 @@ def fit(
 
     - `state`: from `train_steps.init`, or restored. Its memory is reused.
     - `batch(step)`: NumPy arrays, in any pytree, that begin with an axis of `training.batch_size`
-      (of several seeds, with the axes `seeds` and `batch_size`). It is called ahead of the steps,
+      (of several seeds, with the axes `seeds` and `batch_size`; of several processes, with the
+      rows `train_steps.rows` of a batch). It is called ahead of the steps,
       on a thread. A run can be repeated only if the same step always gets the same batch.
     - `start`: where to continue, with a restored state.
     - `stop_on_nonfinite`: by default what `training.on_nonfinite` says.
@@ -230,13 +231,14 @@ class _Reader:
         """**Raises:** `UserError` if the batch does not fit."""
         kind = jax.tree.map(lambda x: f"{np.asarray(x).dtype}{list(np.shape(x))}", batch)
         seeds, vocab_size = self._train_steps.seeds, self._train_steps.vocab_size
-        wanted = (*(() if seeds is None else (seeds,)), self._train_steps.training.batch_size)
+        wanted = (*(() if seeds is None else (seeds,)), len(self._train_steps.rows))
         leaves = jax.tree.leaves(batch)
         same = self._kind is None or kind == self._kind
         if not leaves or not same or any(np.shape(x)[: len(wanted)] != wanted for x in leaves):
             raise UserError(
-                f"Batches must begin with an axis of training.batch_size, {wanted[-1]}, and have "
-                f"the same shapes and dtypes at every step, got {kind} at step {step}."
+                f"Batches must begin with an axis of training.batch_size (of several processes: "
+                f"this one's rows), {wanted[-1]}, and have the same shapes and dtypes at every "
+                f"step, got {kind} at step {step}."
             )
         self._kind = kind
         if vocab_size is not None and np.max(leaves[0]) >= vocab_size:

@@ -21,6 +21,7 @@ from gptlite.sharding import (
     constrain,
     constrain_parameters,
     is_sharded,
+    local_rows,
     mean_by_rows,
     n_row_shards,
     place,
@@ -105,6 +106,8 @@ class TrainSteps:
         self._schedule = make_schedule(optimizer, training.steps)
         self._peak = optimizer.learning_rate
         self.seeds = None if seeds is None else len(seeds)
+        self.rows = local_rows(mesh, training.batch_size)
+        """Which rows of a batch this process reads: all, if it is the only one."""
         # Only windows of ids can be compared with a vocabulary.
         self.vocab_size = getattr(model, "vocab_size", None) if losses is window_losses else None
         # Seeds are arguments of the program, so that a new one compiles nothing.

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import equinox as eqx
+import jax
+from jaxtyping import PyTree
 
 from gptlite.config import OptimizerConfig, TrainingConfig
 from gptlite.progress import log, progress_bar
@@ -59,9 +61,15 @@ def train(
         loss_mask=loss_mask,
         trainable=trainable,
     )
+
+    def local_batch(step: int) -> PyTree:
+        if len(train_steps.rows) == training.batch_size:
+            return batch(step)
+        return jax.tree.map(lambda x: x[train_steps.rows], batch(step))
+
     stop = Stop()
     with stop, progress_bar("training", training.steps, unit="step") as bar:
-        for progress in fit(train_steps.init(model), train_steps, batch):
+        for progress in fit(train_steps.init(model), train_steps, local_batch):
             model = progress.model
             loss = "none" if progress.train_loss is None else f"{progress.train_loss:.4f}"
             bar.set_postfix_str(f"loss {loss}", refresh=False)
