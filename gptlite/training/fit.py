@@ -235,10 +235,11 @@ class _Reader:
         leaves = jax.tree.leaves(batch)
         same = self._kind is None or kind == self._kind
         if not leaves or not same or any(np.shape(x)[: len(wanted)] != wanted for x in leaves):
+            is_whole = wanted[-1] == self._train_steps.training.batch_size
+            what = "training.batch_size" if is_whole else "this process's rows"
             raise UserError(
-                f"Batches must begin with an axis of training.batch_size (of several processes: "
-                f"this one's rows), {wanted[-1]}, and have the same shapes and dtypes at every "
-                f"step, got {kind} at step {step}."
+                f"Batches must begin with an axis of {what}, {wanted[-1]}, and have the same "
+                f"shapes and dtypes at every step, got {kind} at step {step}."
             )
         self._kind = kind
         if vocab_size is not None and np.max(leaves[0]) >= vocab_size:
