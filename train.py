@@ -7,14 +7,25 @@ import dataclasses
 import shlex
 import sys
 import time
-from pathlib import Path
 
 from gptlite.cli import TrainArguments, exit_on_error, parse_train
+from gptlite.processes import (
+    check_same,
+    count,
+    is_first,
+    joined,
+    largest,
+    of_first,
+    silence_others,
+)
 
 
 def main() -> None:
-    with exit_on_error(debug="--debug" in sys.argv):
-        train(parse_train(sys.argv[1:]))
+    debug = "--debug" in sys.argv
+    with exit_on_error(debug):
+        arguments = parse_train(sys.argv[1:])
+        with joined(arguments.distributed, debug=debug):
+            train(arguments)
 
 
 def train(arguments: TrainArguments) -> None:
@@ -28,15 +39,6 @@ def train(arguments: TrainArguments) -> None:
     from gptlite.generation.generate import generate
     from gptlite.models.gpt import make_model
     from gptlite.models.summary import count_parameters, summary
-    from gptlite.processes import (
-        check_same,
-        connect,
-        is_first,
-        largest,
-        of_first,
-        shared_errors,
-        silence_others,
-    )
     from gptlite.progress import log
     from gptlite.pytrees import size_of
     from gptlite.research import plots
@@ -58,39 +60,35 @@ def train(arguments: TrainArguments) -> None:
 
     training, mesh_config = arguments.config.training, arguments.config.mesh
     resuming = arguments.resume is not None
+    silence_others()
     if resuming:
         path = find_run(arguments.resume)
     else:
-        default = f"{arguments.preset}-{time.strftime('%Y%m%d-%H%M%S')}"
-        path = new_run(default if arguments.run is None else arguments.run)
-        if not arguments.summary:
+        now = of_first("time", time.strftime("%Y%m%d-%H%M%S"))
+        path = new_run(f"{arguments.preset}-{now}" if arguments.run is None else arguments.run)
+        if not arguments.summary and is_first():
             check_free(path, overwrite=arguments.overwrite)
-
-    connect(arguments.distributed)
-    # Two devices of a process may each wait for a thread that the other holds.
-    set_up_jax(1 if jax.distributed.is_initialized() else usable_cpu_devices(training, mesh_config))
-    silence_others()
-    path = Path(of_first(str(path)))  # the time is another one in each process
+    # Two devices of one of several processes may each wait for a thread that the other holds.
+    set_up_jax(1 if count() > 1 else usable_cpu_devices(training, mesh_config))
 
     setting_up = time.perf_counter() - start
     with RunFolder(path) as run:
-        with shared_errors():
-            if resuming:
-                run.open()
+        if resuming:
+            run.open()
 
-            # Text to tokens.
-            corpus = load_corpus(arguments.config.data.corpus)
-            data = dataclasses.replace(arguments.config.data, corpus=corpus.name)  # not `auto`
-            config = dataclasses.replace(arguments.config, data=data)
-            source = None
-            if resuming:
-                tokenizer = load_tokenizer(path)
-            elif training.init_from is not None:
-                source = load_any(training.init_from, custom=custom_blocks(config.model))
-                tokenizer = source.tokenizer
-            else:
-                tokenizer = make_tokenizer(config.data.tokenizer, corpus.alphabet)
-            split = split_corpus(corpus, tokenizer, config.data.validation_tokens)
+        # Text to tokens.
+        corpus = load_corpus(arguments.config.data.corpus)
+        data = dataclasses.replace(arguments.config.data, corpus=corpus.name)  # not `auto`
+        config = dataclasses.replace(arguments.config, data=data)
+        source = None
+        if resuming:
+            tokenizer = load_tokenizer(path)
+        elif training.init_from is not None:
+            source = load_any(training.init_from, custom=custom_blocks(config.model))
+            tokenizer = source.tokenizer
+        else:
+            tokenizer = make_tokenizer(config.data.tokenizer, corpus.alphabet)
+        split = split_corpus(corpus, tokenizer, config.data.validation_tokens)
         check_same("corpora, with the sha256", corpus.sha256)
         log(
             f"{corpus.name}: {len(split.train):,} training tokens, {len(split.validation):,} "

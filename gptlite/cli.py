@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -28,7 +28,7 @@ from gptlite.config import (
 from gptlite.custom import custom_blocks, resolve_custom
 from gptlite.files import check_folder_name
 from gptlite.presets import PRESETS
-from gptlite.progress import printable
+from gptlite.progress import print_error, printable, sentence_of
 from gptlite.runs.find import find_run
 from gptlite.runs.saved_config import (
     RESUMABLE,
@@ -38,8 +38,6 @@ from gptlite.runs.saved_config import (
 )
 
 DEFAULT_PRESET = "quick"
-# Characters of an error message.
-MAX_SENTENCE = 4000
 # Stand for a custom block and a corpus that are not given with --resume.
 NOT_NAMED = "FILE.py:CLASS"
 NOT_GIVEN = "that of the run"
@@ -407,27 +405,22 @@ def exit_on_error(debug: bool = False) -> Iterator[None]:
             yield
         finally:
             sys.stdout.flush()  # here, where it can still be said that it fails
-    except UserError as error:
-        _end(str(error), debug)
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
         _drop_output()
         sys.exit(141)
-    except OSError as error:
-        _drop_output()
-        _end(f"{error}.", debug)
     except Exception as error:
-        # XLA's out-of-memory error, recognised by its text: this module does not import JAX.
-        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+        sentence = sentence_of(error)
+        if sentence is None:
             raise
-        _end(
-            "this does not fit into memory: use a smaller model or batch, or less at once "
-            "(train.py: --training.accumulation; sample.py: --num-samples; compare.py: "
-            "--seeds-at-once).",
-            debug,
-        )
+        if isinstance(error, OSError):
+            _drop_output()
+        if debug:
+            print(printable(traceback.format_exc()), end="", file=sys.stderr)
+        print_error(sentence)
+        sys.exit(2)
 
 
 def _drop_output() -> None:
@@ -435,13 +428,3 @@ def _drop_output() -> None:
     go nowhere."""
     with contextlib.suppress(OSError, ValueError):  # no file, in tests
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _end(sentence: str, debug: bool) -> NoReturn:
-    if debug:
-        print(printable(traceback.format_exc()), end="", file=sys.stderr)
-    sentence = printable(sentence)
-    # It may repeat a string of a run, of any length.
-    cut = sentence if len(sentence) <= MAX_SENTENCE else f"{sentence[:MAX_SENTENCE]} ..."
-    print(f"error: {cut}", file=sys.stderr)
-    sys.exit(2)

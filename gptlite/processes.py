@@ -1,49 +1,93 @@
 """Several processes that train one run together, on JAX's own distributed runtime.
 
-Each of them executes the same program. Process 0 writes files and the terminal.
+Each of them executes the same program. Process 0 writes files and the terminal. An error in one of
+them ends all, with one message.
 """
 
 import contextlib
 import os
+import re
 import socket
+import subprocess
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Iterator
-from typing import NoReturn
-
-import jax
-import numpy as np
-from jax.experimental import multihost_utils
+from typing import Any, NoReturn
 
 from gptlite.config import DistributedConfig, UserError
+from gptlite.progress import log, print_error, printable, sentence_of
 
-# Bytes of an error message that processes tell each other.
-MESSAGE = 2000
+# Where processes publish the errors that end them, in the store of JAX's coordination service.
+ERRORS = "gptlite/errors/"
+# Characters of such an error.
+MAX_ERROR = 2000
+# What an error says that may have its cause in another process.
+LOST = re.compile("Gloo|NCCL|[Bb]arrier|coordination|UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED")
+# Seconds between two looks at the others; and that process 0, whose end would end the others
+# without a message, outlives an error.
+POLL, LINGER = 1.0, 4.0
+# Seconds that a process which is done waits for the others.
+END = 600
 
 
-def connect(distributed: DistributedConfig) -> None:
-    """Join the other processes of a run, if there are any. To be called before JAX first computes.
+@contextlib.contextmanager
+def joined(distributed: DistributedConfig, *, debug: bool = False) -> Iterator[None]:
+    """Joins the other processes of a run, if there are any. To be entered before JAX computes.
+
+    An error inside ends all processes, with code 2 and one message, by process 0. So does a process
+    that is not heard of for `distributed.missing_seconds`. All must leave together.
 
     **Raises:** `UserError` if process 0 does not answer in time.
     """
-    if distributed.coordinator is not None and distributed.process:
-        _wait_for(distributed.coordinator, distributed.connect_seconds)
+    import jax
+
+    _connect(distributed)
+    if not jax.distributed.is_initialized():
+        yield
+        return
+    others = _Others(distributed.missing_seconds)
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        others.fail(error, debug)
+    finally:  # also when a signal has stopped all of them
+        others.part()
+
+
+def _connect(distributed: DistributedConfig) -> None:
+    import jax
+
+    # Without this, JAX ends all processes with a stack trace when one is missing.
+    jax.config.update("jax_enable_recoverability", True)
+    # It would take SIGTERM for itself.
+    jax.config.update("jax_enable_preemption_service", False)
+    seconds, process = distributed.connect_seconds, distributed.process
+    if distributed.coordinator is not None and process:
+        _wait_for(distributed.coordinator, seconds)
+    # JAX would end the process with a stack trace.
+    timer = threading.Timer(seconds, _nobody, [distributed])
+    timer.daemon = True
+    timer.start()
     try:
         jax.distributed.initialize(
             distributed.coordinator,
             distributed.processes,
-            distributed.process,
-            initialization_timeout=distributed.connect_seconds,
+            process,
+            initialization_timeout=seconds + 60,
             heartbeat_timeout_seconds=distributed.missing_seconds,
         )
     except (ValueError, RuntimeError):
         # There is no cluster, or JAX computes already, as in a notebook.
         if distributed.coordinator is not None:
             raise
+    finally:
+        timer.cancel()
 
 
 def _wait_for(address: str, seconds: float) -> None:
-    """Wait until something listens at HOST:PORT. (JAX would abort the process after that time.)
+    """Wait until something listens at HOST:PORT.
 
     **Raises:** `UserError`.
     """
@@ -63,6 +107,123 @@ def _wait_for(address: str, seconds: float) -> None:
             time.sleep(0.2)
 
 
+def _nobody(distributed: DistributedConfig) -> NoReturn:
+    count = "" if distributed.processes is None else f"{distributed.processes} "
+    print_error(
+        f"Not all of the {count}processes of the run have come after "
+        f"{distributed.connect_seconds} s (--distributed.connect-seconds): see that each one is "
+        "started, and can reach process 0."
+    )
+    os._exit(2)
+
+
+class _Others:
+    """The other processes, watched by two threads: an error of one, or its silence, ends this
+    process, whatever it waits for."""
+
+    def __init__(self, missing_seconds: int):
+        self._client, self.process, self._count = _runtime()
+        self._missing_seconds = missing_seconds
+        self._parted = threading.Event()
+        self._last_words: subprocess.Popen[bytes] | None = None
+        if self.process > 0:
+            # JAX ends this process when process 0 is gone. Then nobody writes to this pipe.
+            words = (
+                f"error: process {self.process} was ended by JAX, because process 0 is gone or "
+                "cannot be reached, or it was killed. Resume the run with --resume."
+            )
+            self._last_words = subprocess.Popen(
+                ["sh", "-c", 'read -r _ || echo "$0" >&2', words],
+                stdin=subprocess.PIPE,
+                start_new_session=True,
+            )
+        for look in (self._look_for_errors, self._look_for_silence):
+            threading.Thread(target=self._watch, args=[look], daemon=True).start()
+
+    def _watch(self, look: Any) -> None:
+        while not self._parted.wait(POLL):
+            with contextlib.suppress(Exception):  # process 0 is gone; or there is no error yet
+                look()
+
+    def _look_for_errors(self) -> None:
+        found = self._client.key_value_dir_get(ERRORS)
+        if found:
+            key, said = min(found)
+            process = key.rpartition("/")[2]
+            self._end(said if process == "0" else f"{said} (process {process})")
+
+    def _look_for_silence(self) -> None:
+        # It returns when all living processes have asked.
+        living = self._client.get_live_nodes(list(range(self._count)))
+        silent = [str(i) for i in range(self._count) if i not in living]
+        # Those that are done are silent, too.
+        if silent and not self._parted.wait(2 * POLL):
+            self._end(
+                f"{'Process' if len(silent) == 1 else 'Processes'} {', '.join(silent)} of "
+                f"{self._count}: not heard of for {self._missing_seconds} s "
+                "(--distributed.missing-seconds). Resume the run with --resume."
+            )
+
+    def fail(self, error: BaseException, debug: bool) -> NoReturn:
+        """The end of all processes, because of `error` in this one."""
+        sentence = sentence_of(error)
+        said = f"{type(error).__name__}: {error}" if sentence is None else sentence
+        if LOST.search(said):
+            log("the connection to another process is lost; waiting until it is known to which")
+            time.sleep(self._missing_seconds + 30)  # the threads end it before that
+        if debug or sentence is None:
+            print(printable(traceback.format_exc()), end="", file=sys.stderr)
+        with contextlib.suppress(Exception):
+            publish(said)
+            time.sleep(30)  # the threads end it before that
+        self._end(said)
+
+    def _end(self, sentence: str) -> NoReturn:
+        if self.process == 0:
+            print_error(sentence)
+            time.sleep(LINGER)
+        sys.stdout.flush()
+        self._keep_silent()
+        os._exit(2)
+
+    def _keep_silent(self) -> None:
+        if self._last_words is not None:
+            self._last_words.communicate(b"\n")
+
+    def part(self) -> None:
+        """The end of a process that is done: after the others, which it waits for."""
+        import jax
+
+        with contextlib.suppress(Exception):  # one is late, or already gone
+            self._client.wait_at_barrier("gptlite/end", 1000 * END)
+        self._parted.set()
+        self._keep_silent()
+        # Process 0 leaves last: without it, JAX would end the others.
+        while self.process == 0 and len(self._client.get_live_nodes([*range(self._count)])) > 1:
+            time.sleep(0.1)
+        jax.distributed.shutdown()
+
+
+def _runtime() -> tuple[Any, int, int]:
+    """The client of JAX's coordination service (None without one), the number of this process, and
+    their count. JAX has no public names for them; Orbax, for one, uses these."""
+    from jax._src.distributed import global_state
+
+    return global_state.client, global_state.process_id, global_state.num_processes
+
+
+def count() -> int:
+    """How many processes train the run. JAX need not be initialised."""
+    return _runtime()[2]
+
+
+def publish(sentence: str) -> None:
+    """Ends all processes of the run, if there are several, with this error of one. It returns."""
+    client, process, processes = _runtime()
+    if processes > 1:
+        client.key_value_set(f"{ERRORS}{process}", sentence[:MAX_ERROR], allow_overwrite=True)
+
+
 def silence_others() -> None:
     """Only the first process writes to the terminal; the others, only errors."""
     if not is_first():
@@ -71,61 +232,41 @@ def silence_others() -> None:
 
 def is_first() -> bool:
     """Whether this process is the one that writes files and the terminal."""
-    return jax.process_index() == 0
+    return _runtime()[1] == 0
 
 
 def largest(*numbers: int) -> tuple[int, ...]:
     """The largest that any process has of each of the numbers. Every process must call this."""
-    if jax.process_count() == 1:
+    if count() == 1:
         return numbers
+    import numpy as np
+    from jax.experimental import multihost_utils
+
     found = multihost_utils.process_allgather(np.asarray(numbers, np.int32))
     return tuple(found.max(axis=0).tolist())
 
 
-@contextlib.contextmanager
-def shared_errors() -> Iterator[None]:
-    """An `UserError` inside, in any process, is raised in all of them at the end. Inside, processes
-    may not wait for each other."""
-    if jax.process_count() == 1:
-        yield
-        return
-    failed = None
-    try:
-        yield
-    except UserError as error:
-        failed = error
-    for process, message in enumerate(_gathered(str(failed or ""))):
-        if message:
-            _end(f"{message} (process {process})")
+def wait_for_first(what: str) -> None:
+    """Wait until process 0 has done `what`, and calls this, too."""
+    if count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(what)
 
 
-def of_first(text: str) -> str:
-    """The `text` of the first process."""
-    return text if jax.process_count() == 1 else _gathered(text)[0]
+def of_first(what: str, value: str) -> str:
+    """The `value` of process 0. Every process must call this, once for each `what`."""
+    client, process, processes = _runtime()
+    if processes == 1:
+        return value
+    if process == 0:
+        client.key_value_set(f"gptlite/{what}", value)
+        return value
+    return client.blocking_key_value_get(f"gptlite/{what}", 1000 * END)
 
 
 def check_same(what: str, value: str) -> None:
-    """**Raises:** `UserError` if `value` is not the same in all processes, which all call this."""
-    if jax.process_count() == 1:
-        return
-    values = _gathered(value)
-    for process, other in enumerate(values):
-        if other != values[0]:
-            _end(
-                f"The processes have different {what}: process 0 {values[0]}, process {process} "
-                f"{other}."
-            )
-
-
-def _end(message: str) -> NoReturn:
-    """The end of all processes, with one message."""
-    if is_first():
-        raise UserError(message)
-    sys.exit(2)
-
-
-def _gathered(text: str) -> list[str]:
-    """The `text` of each process, cut to `MESSAGE` bytes."""
-    content = np.frombuffer(text.encode()[:MESSAGE], np.uint8)
-    found = multihost_utils.process_allgather(np.pad(content, (0, MESSAGE - len(content))))
-    return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in found]
+    """**Raises:** `UserError` if `value` is not that of process 0. Every process must call this."""
+    first = of_first(what, value)
+    if first != value:
+        raise UserError(f"The processes have different {what}: process 0 {first}, this {value}.")

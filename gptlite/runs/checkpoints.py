@@ -30,6 +30,7 @@ from jaxtyping import Array, UInt32
 
 from gptlite.config import UserError, check_value, require
 from gptlite.files import is_plausible
+from gptlite.processes import publish
 from gptlite.runs.weights import check_shapes, fill, named_leaves
 from gptlite.sharding import whole
 from gptlite.training.fit import Position
@@ -85,7 +86,14 @@ class Checkpoints:
             cleanup_tmp_directories=keep is not None,
             async_options=ocp.AsyncOptions(post_finalization_callback=before_commit),
         )
-        handlers = {"state": ocp.StandardCheckpointHandler(), "record": ocp.JsonCheckpointHandler()}
+        state = ocp.StandardCheckpointHandler()
+        save = state.async_save
+
+        async def async_save(directory: Any, *args: Any, **kwargs: Any) -> Any:
+            return [_Writing(x) for x in await save(directory, *args, **kwargs) or ()]
+
+        state.async_save = async_save  # a subclass would need argument classes of its own
+        handlers = {"state": state, "record": ocp.JsonCheckpointHandler()}
         with _as_user_error(folder, "opened"):
             self._manager = ocp.CheckpointManager(
                 folder.absolute(), options=options, item_handlers=handlers
@@ -172,6 +180,22 @@ class Checkpoints:
         """End Orbax's threads. Errors there are not raised: `wait` raises them."""
         with contextlib.suppress(Exception):
             self._manager.close()
+
+
+class _Writing:
+    """Arrays that are being written. If one of several processes fails, Orbax waits for the others,
+    and they for it: so the error is published at once."""
+
+    def __init__(self, future: Any):
+        self._future = future
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Waits for the end, as Orbax's futures do."""
+        try:
+            return self._future.result(timeout)
+        except Exception as error:
+            publish(f"A checkpoint cannot be written: {_reason(error)}.")
+            raise
 
 
 def _record(fields: dict[str, Any]) -> Record:
@@ -285,14 +309,16 @@ def _as_user_error(path: Path, done: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        code = re.search(r"os_error_code='(\d+)'", str(error))
-        if isinstance(error, OSError) and error.strerror:
-            reason = error.strerror
-        elif code:
-            reason = os.strerror(int(code[1]))
-        else:
-            # TensorStore's messages are a page long. The reason follows the last file name.
-            text = str(error).strip() or repr(error)
-            reason = re.split(r" \[tensorstore_spec|\. See full|\n", text)[0]
-            reason = reason.rpartition('": ')[2].rstrip(".")
-        raise UserError(f"The checkpoint {path} cannot be {done}: {reason}.") from error
+        raise UserError(f"The checkpoint {path} cannot be {done}: {_reason(error)}.") from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    code = re.search(r"os_error_code='(\d+)'", str(error))
+    if code:
+        return os.strerror(int(code[1]))
+    # TensorStore's messages are a page long. The reason follows the last file name.
+    text = str(error).strip() or repr(error)
+    reason = re.split(r" \[tensorstore_spec|\. See full|\n", text)[0]
+    return reason.rpartition('": ')[2].rstrip(".")

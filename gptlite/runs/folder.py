@@ -41,7 +41,7 @@ from gptlite.files import (
     write_atomically,
     write_json,
 )
-from gptlite.processes import is_first, shared_errors
+from gptlite.processes import count, is_first, wait_for_first
 from gptlite.progress import log
 from gptlite.pytrees import size_of
 from gptlite.runs.checkpoints import Checkpoint, Checkpoints, Record, list_steps
@@ -120,9 +120,9 @@ class RunFolder:
         **Raises:** `UserError` if there is something at `path` (with `overwrite`: something that
         is not a run), or it cannot be written.
         """
-        with shared_errors():
-            if is_first():
-                self._create(config, tokenizer, overwrite=overwrite)
+        if is_first():
+            self._create(config, tokenizer, overwrite=overwrite)
+        wait_for_first("the run folder")
         self._start(config, corpus_sha256, seconds=0.0)
 
     def _create(self, config: Config, tokenizer: Tokenizer, *, overwrite: bool) -> None:
@@ -223,9 +223,9 @@ class RunFolder:
     def resume(self, checkpoint: Checkpoint, config: Config) -> None:
         """Bring the folder back to the state in which `checkpoint` was written."""
         record, step = checkpoint.record, checkpoint.record.position.step
-        with shared_errors():
-            if is_first():
-                self._bring_back(step, config)
+        if is_first():
+            self._bring_back(step, config)
+        wait_for_first("the run folder")
         # The best weights may be newer than the checkpoint. Training then repeats that step.
         self.best = read_evaluated(self.path / "best.safetensors")
         if self.best is None and step >= config.training.eval_every:
@@ -361,8 +361,10 @@ class RunFolder:
             if self._checkpoints is not None:
                 self._checkpoints.wait()
         except UserError as error:
-            with contextlib.suppress(UserError):  # a save in progress may still succeed
-                if self._checkpoints is not None:
+            # A save in progress may still succeed, if all processes wait for it.
+            together = count() == 1 or isinstance(error, DivergenceError)
+            with contextlib.suppress(UserError):
+                if self._checkpoints is not None and together:
                     self._checkpoints.wait()
             if not (self.path / "config.json").exists():
                 raise UserError(

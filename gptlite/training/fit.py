@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from gptlite.config import TrainingConfig, UserError, require
+from gptlite.processes import largest
 from gptlite.sharding import local
 from gptlite.training.step import StepMetrics, TrainState, TrainSteps
 
@@ -143,6 +144,7 @@ def fit(
                 metrics = jax.tree.map(lambda x, n=count: np.asarray(x)[..., :n], metrics)
                 seconds = time.perf_counter() - began
                 per_dispatch = max(1, min(capacity, int(SECONDS_PER_DISPATCH * count / seconds)))
+                (per_dispatch,) = largest(per_dispatch)  # the same in all processes
                 step_seconds += seconds
                 if stops and not metrics.finite.all():
                     raise _diverged(metrics, step, skipped, batches, train_steps)
