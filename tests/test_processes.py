@@ -1,54 +1,20 @@
 """Several processes on this machine that train one run, and what each of them has."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT, TEXT, run_script
+from conftest import TEXT, run_script
 from hypothesis import given, settings, strategies as st
+from launch import SETTINGS, Processes
 
 from gptlite.config import DistributedConfig, UserError
 from gptlite.runs.checkpoints import survey
 from gptlite.sharding import local_rows, make_mesh, place
 from gptlite.text.batches import Batches
-
-TRAIN = [sys.executable, str(ROOT / "train.py")]
-SETTINGS = (
-    "--optimizer.name adamw --optimizer.learning-rate 0.01 --model.n-layers 1 --model.n-heads 2",
-    "--model.d-model 16 --model.context-length 16 --model.dropout 0.1 --training.batch-size 8",
-    "--training.compute-dtype float32 --training.steps 4 --training.log-every 1",
-    "--training.eval-every 2 --training.sample-tokens 2",
-)
-
-
-def start(folder: Path, commands: list[list[str]]) -> list[subprocess.CompletedProcess[str]]:
-    """`train.py` with each of the commands, as processes of one run."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    common = ["--distributed.coordinator", address, "--distributed.processes", str(len(commands))]
-    processes = [
-        subprocess.Popen(
-            [*TRAIN, *command, *common, "--distributed.process", str(process)],
-            cwd=folder,
-            env=os.environ | {"JAX_NUM_CPU_DEVICES": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for process, command in enumerate(commands)
-    ]
-    said = [process.communicate(timeout=200) for process in processes]
-    return [
-        subprocess.CompletedProcess(process.args, process.returncode, *streams)
-        for process, streams in zip(processes, said, strict=True)
-    ]
 
 
 def metrics(run: Path) -> list[dict[str, float]]:
@@ -59,14 +25,14 @@ def test_two_processes_train_what_one_does(tmp_path):
     """Each has half of the rows of a batch, and half of every matrix. The run goes on in one, on
     another mesh."""
     (tmp_path / "rhyme.txt").write_text(TEXT, encoding="utf-8")
-    command = ["quick", "--data.corpus", "rhyme.txt", *" ".join(SETTINGS).split()]
+    command = ["quick", "--data.corpus", "rhyme.txt", *SETTINGS, "--training.steps", "4"]
     done = run_script("train.py", *command, "--run", "one", folder=tmp_path)
     assert done.code == 0, done.err
-    done = start(tmp_path, [[*command, "--run", "two", "--mesh.fsdp", "2"]] * 2)
-    assert [x.returncode for x in done] == [0, 0], done
-    assert "validation loss" in done[0].stdout
-    assert "loss" not in done[1].stdout
-    assert "Involuntary" not in done[0].stderr
+    processes = Processes(tmp_path, *[[*command, "--run", "two", "--mesh.fsdp", "2"]] * 2)
+    assert processes.codes() == [0, 0], processes.said(0)
+    assert "validation loss" in processes.said(0)
+    assert "Involuntary" not in processes.said(0)
+    assert processes.said(1) == ""
     one, two = (metrics(tmp_path / "runs" / name) for name in ("one", "two"))
     for wanted, line in zip(one, two, strict=True):
         for loss in wanted.keys() & {"train_loss", "val_loss", "grad_norm"}:
@@ -82,14 +48,37 @@ def test_two_processes_train_what_one_does(tmp_path):
     assert "must divide the number of devices" in done.err
 
 
-def test_processes_with_different_texts_end_with_one_message(tmp_path):
+def test_what_only_one_process_finds_wrong_ends_all_with_its_message(tmp_path):
+    """Another text than that of process 0."""
     for name, text in (("a.txt", TEXT), ("b.txt", TEXT[::-1])):
         (tmp_path / name).write_text(text, encoding="utf-8")
-    done = start(tmp_path, [["quick", "--data.corpus", name] for name in ("a.txt", "b.txt")])
-    assert [x.returncode for x in done] == [2, 2], done
-    assert "error: The processes have different corpora" in done[0].stderr
-    assert not any("error" in x.stderr for x in done[1:])
+    commands = [["quick", "--data.corpus", name] for name in ("a.txt", "b.txt")]
+    processes = Processes(tmp_path, *commands)
+    assert processes.codes() == [2, 2], processes.said(0)
+    errors = [line for line in processes.said(0).splitlines() if "error" in line]
+    assert len(errors) == 1
+    assert errors[0].startswith("error: The processes have different corpora")
+    assert errors[0].endswith("(process 1)")
+    assert processes.said(1) == ""
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_killed_process_is_named_and_a_stop_signal_to_one_stops_all(tmp_path):
+    (tmp_path / "rhyme.txt").write_text(TEXT, encoding="utf-8")
+    command = ["quick", "--data.corpus", "rhyme.txt", *SETTINGS, "--run", "long"]
+    command += ["--training.steps", "1000000", "--distributed.missing-seconds", "5"]
+    processes = Processes(tmp_path, command, command)
+    processes.wait_for("step ")
+    processes.all[1].send_signal(signal.SIGTERM)
+    assert processes.codes() == [128 + signal.SIGTERM] * 2
+    assert "stopped at step" in processes.said(0)
+    more = ["--resume", "long", "--data.corpus", "rhyme.txt"]
+    more += ["--distributed.missing-seconds", "5"]
+    processes = Processes(tmp_path, more, more)
+    processes.wait_for("step ")
+    processes.all[1].kill()
+    assert processes.codes() == [2, -signal.SIGKILL]
+    assert "error: Process 1 of 2: not heard of for 5 s" in processes.said(0)
 
 
 @pytest.mark.parametrize(
@@ -109,10 +98,9 @@ def test_a_wrong_description_of_the_processes_is_refused(fields, words):
 def test_a_first_process_that_does_not_come_is_not_waited_for(tmp_path):
     words = "--distributed.connect-seconds 1 --distributed.coordinator 127.0.0.1:9"
     words += " --distributed.processes 2 --distributed.process 1"
-    command = [*TRAIN, "quick", *words.split()]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert "error: Process 0 of the run does not answer at 127.0.0.1:9 after 1 s" in done.stderr
-    assert done.returncode == 2
+    done = run_script("train.py", *words.split(), folder=tmp_path)
+    assert "error: Process 0 of the run does not answer at 127.0.0.1:9 after 1 s" in done.err
+    assert done.code == 2
 
 
 def test_a_process_reads_its_own_rows():

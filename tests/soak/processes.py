@@ -1,0 +1,165 @@
+"""Several processes that train one run on this machine: their losses on all meshes, a fault of one
+host's disk, and kills of a random process at random moments, inside and between saves.
+
+    python tests/soak/processes.py --kills 20
+
+The suite runs the shortest of these (tests/test_processes.py).
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+CORPUS = ["--data.corpus", "text.txt"]
+MESHES = {
+    (2, 1, 1): "2 processes, each with rows of its own",
+    (2, 2, 1): "2 processes, fsdp 2",
+    (2, 1, 2): "2 processes, tensor 2",
+    (4, 1, 1): "4 processes, each with rows of its own",
+    (4, 2, 2): "4 processes, fsdp 2, tensor 2",
+    (4, 4, 1): "4 processes, fsdp 4",
+}
+
+
+def run(folder: Path, processes: int, words: list[str]) -> None:
+    """**Raises:** `AssertionError` if a process fails."""
+    from launch import Processes
+
+    if processes == 1:
+        command = [sys.executable, str(ROOT / "train.py"), *words]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return
+    all_ = Processes(folder, *[words] * processes)
+    assert all_.codes(400) == [0] * processes, all_.said(0)
+
+
+def losses(folder: Path, name: str) -> list[float]:
+    """Every loss and gradient norm of a run."""
+    lines = map(json.loads, (folder / "runs" / name / "metrics.jsonl").open())
+    return [x[key] for x in lines for key in ("train_loss", "val_loss", "grad_norm") if key in x]
+
+
+def difference(folder: Path, name: str, other: str) -> float:
+    """The largest relative difference of two runs' losses."""
+    pairs = list(zip(losses(folder, name), losses(folder, other), strict=True))
+    assert len(pairs) > 20
+    return max(abs(a / b - 1) for a, b in pairs)
+
+
+def meshes(folder: Path) -> None:
+    """**Raises:** `AssertionError` if losses differ from those of one process by more than 1e-5."""
+    from launch import SETTINGS
+
+    command = ["quick", *CORPUS, *SETTINGS, "--training.steps", "12", "--run"]
+    run(folder, 1, [*command, "one"])
+    for (processes, fsdp, tensor), what in MESHES.items():
+        name = f"mesh-{processes}-{fsdp}-{tensor}"
+        mesh = ["--mesh.fsdp", str(fsdp), "--mesh.tensor", str(tensor)]
+        run(folder, processes, [*command, name, *mesh])
+        found = difference(folder, name, "one")
+        print(f"{what}: relative difference {found:.1e}", flush=True)
+        assert found < 1e-5
+    # From 4 processes to 2, to 1, on meshes of other forms.
+    for steps in ("18", "24"):
+        run(folder, 1, ["--resume", "one", *CORPUS, "--training.steps", steps])
+    name = "mesh-4-2-2"
+    run(folder, 2, ["--resume", name, *CORPUS, "--training.steps", "18", "--mesh.tensor", "1"])
+    last = ["--training.steps", "24", "--mesh.fsdp", "1", "--mesh.tensor", "2"]
+    run(folder, 1, ["--resume", name, *CORPUS, *last])
+    found = difference(folder, name, "one")
+    print(f"4 processes, resumed by 2, then by 1: relative difference {found:.1e}", flush=True)
+    assert found < 1e-5
+
+
+def full_disk(folder: Path) -> None:
+    """**Raises:** `AssertionError` unless all end with one message where one cannot write."""
+    from launch import SETTINGS, Processes
+
+    words = ["quick", *CORPUS, *SETTINGS, "--run", "full", "--mesh.fsdp", "2"]
+    # Files of process 1 end at 20 kB.
+    program = (
+        "import resource, sys, train\n"
+        "if sys.argv[-1] == '1':\n"
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
+        "train.main()"
+    )
+    wide = ["--model.d-model", "64"]
+    began = time.monotonic()
+    all_ = Processes(folder, *[[*words, *wide]] * 2, program=["-c", program])
+    assert all_.codes() == [2, 2], all_.said(0)
+    errors = [line for line in all_.said(0).splitlines() if line.startswith("error")]
+    assert errors == ["error: A checkpoint cannot be written: File too large. (process 1)"], errors
+    print(f"a full disk of one: all ended {time.monotonic() - began:.0f} s after the start")
+
+
+def kill_loop(folder: Path, kills: int, processes: int, seed: int) -> None:
+    """**Raises:** `AssertionError` if the others do not end in time, or the run cannot go on."""
+    from launch import Processes
+    from soak.kill_loop import SLOW, compare, settings
+
+    chance = random.Random(seed)
+    missing = 5
+    common = ["--distributed.missing-seconds", str(missing), "--mesh.fsdp", "2"]
+    common += ["--training.batch-size", str(2 * processes), "--model.dropout", "0.1"]
+    words = [*settings(40 * kills), *common]
+    run(folder, processes, [*words, "--run", "whole"])
+    checkpoints = folder / "runs" / "killed" / "checkpoints"
+    took = []
+
+    def command() -> list[str]:
+        if any(path.name.isdecimal() for path in checkpoints.glob("*")):
+            return ["--resume", "killed", *CORPUS, *common[:2]]
+        return [*words, "--run", "killed", "--overwrite"]
+
+    for kill in range(kills):
+        all_ = Processes(folder, *[command()] * processes, program=["-c", SLOW])
+        victim, early = chance.randrange(processes), chance.random() < 0.2
+        if not early:
+            all_.wait_for("step ")
+        time.sleep(chance.uniform(0.0, 8.0 if early else 2.0))
+        all_.all[victim].kill()
+        began = time.monotonic()
+        codes = all_.codes(120)
+        took.append(time.monotonic() - began)
+        said = [
+            line for line in all_.said(0 if victim else 1).splitlines() if line.startswith("error")
+        ]
+        print(f"kill {kill + 1}: process {victim}; others after {took[-1]:.0f} s {codes}: {said}")
+        sys.stdout.flush()
+        assert 0 not in codes, "the run ended before all kills"
+    run(folder, processes, command())
+    compare(folder)
+    print(
+        f"{kills} kills of one of {processes} processes: the others ended after "
+        f"{min(took):.0f} to {max(took):.0f} s (missing-seconds {missing})\n"
+        "parameters, optimizer state, metrics and weights are those of an undisturbed run"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    from conftest import TEXT
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "text.txt").write_text(TEXT)
+        meshes(folder)
+        full_disk(folder)
+        kill_loop(folder, arguments.kills, arguments.processes, arguments.seed)
+
+
+if __name__ == "__main__":
+    main()
