@@ -48,7 +48,7 @@ def train(arguments: TrainArguments) -> None:
     from gptlite.runs.load import load_any, load_tokenizer
     from gptlite.runs.weights import fill, named_arrays
     from gptlite.runtime import require_memory, set_up_jax, usable_cpu_devices
-    from gptlite.sharding import constrain_parameters, make_mesh
+    from gptlite.sharding import check_tensor, constrain_parameters, make_mesh
     from gptlite.text.batches import Batches
     from gptlite.text.corpus import load_corpus
     from gptlite.text.tokenizer import decode, make_tokenizer
@@ -102,7 +102,8 @@ def train(arguments: TrainArguments) -> None:
         parameters = count_parameters(shapes)
 
         # The update and the evaluation, on all devices.
-        mesh = make_mesh(fsdp=mesh_config.fsdp, tensor=mesh_config.tensor)
+        mesh = make_mesh(**vars(mesh_config))
+        check_tensor(mesh, config.model)
         context = config.model.context_length
         train_steps = TrainSteps(shapes, config.optimizer, training, mesh)
         if arguments.summary:

@@ -420,17 +420,43 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """How devices share the work. The batch is divided among groups of `tensor` devices."""
+    """How devices share the work: data times fsdp times tensor is their number. One of the three
+    may be -1, what the others leave. The batch is divided among groups of `tensor` devices."""
 
-    fsdp: Annotated[int, Between(1, MAX_INT32)] = 1
+    data: Annotated[int, Between(-1, MAX_INT32)] = -1
+    """Groups of fsdp times tensor devices, each with all parameters, and rows of its own."""
+
+    fsdp: Annotated[int, Between(-1, MAX_INT32)] = 1
     """Devices that share a batch, each with a part of every matrix, gathered layer by layer. For
     models that do not fit on one device."""
 
-    tensor: Annotated[int, Between(1, MAX_INT32)] = 1
+    tensor: Annotated[int, Between(-1, MAX_INT32)] = 1
     """Devices that share the heads and the MLP's width. For models too large for fsdp alone."""
 
     def __post_init__(self):
         check_fields("mesh.", self)
+        sizes = (self.data, self.fsdp, self.tensor)
+        require(
+            0 not in sizes and sizes.count(-1) <= 1,
+            "mesh.data, mesh.fsdp and mesh.tensor are numbers of devices, and one of them may be "
+            f"-1, got {self.data}, {self.fsdp} and {self.tensor}.",
+        )
+
+    def shape(self, devices: int) -> tuple[int, int, int]:
+        """The sizes of the axes for so many devices.
+
+        **Raises:** `UserError` if these are too many or too few.
+        """
+        sizes = [self.data, self.fsdp, self.tensor]
+        if -1 in sizes:
+            sizes[sizes.index(-1)] = max(1, devices // -math.prod(sizes))
+        require(
+            math.prod(sizes) == devices,
+            f"mesh.data {self.data}, mesh.fsdp {self.fsdp} and mesh.tensor {self.tensor} do not "
+            f"make up the number of devices, {devices}"
+            + (": their product must divide it." if -1 in vars(self).values() else "."),
+        )
+        return sizes[0], sizes[1], sizes[2]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,11 @@ from gptlite.config import MeshConfig, TrainingConfig, UserError
 def usable_cpu_devices(training: TrainingConfig, mesh: MeshConfig) -> int:
     """`training.cpu_devices`, reduced so that the devices share a batch evenly."""
     rows = training.batch_size // (training.accumulation or 1)
-    return mesh.tensor * math.gcd(max(1, training.cpu_devices // mesh.tensor), rows)
+    sizes = (mesh.data, mesh.fsdp, mesh.tensor)
+    if -1 not in sizes:
+        return math.prod(sizes)
+    tensor = max(1, mesh.tensor)
+    return tensor * math.gcd(max(1, training.cpu_devices // tensor), rows)
 
 
 def set_up_jax(cpu_devices: int = 1) -> None:

@@ -22,11 +22,11 @@ import jax
 import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PRNGKeyArray
 
-from gptlite.config import UserError
+from gptlite.config import MeshConfig, ModelConfig, UserError
 from gptlite.pytrees import is_array, is_stacked, path_name
 from gptlite.row_keys import row_key
 
@@ -48,21 +48,42 @@ BY_OUTPUT = ("query", "key", "value", "gate", "up", "head", "embedding", "previo
 BY_INPUT = ("output", "down")
 
 
-def make_mesh(*, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh of `devices`, by default all. The axis `data` has all devices that the others leave.
+def make_mesh(
+    *, data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None
+) -> Mesh:
+    """A mesh of `devices`, by default all. One of the sizes may be -1: what the others leave.
 
-    **Raises:** `UserError` if `fsdp` times `tensor` does not divide the number of devices.
+    **Raises:** `UserError` if the sizes do not make up the number of devices.
     """
-    devices = jax.devices() if devices is None else devices
-    data, rest = divmod(len(devices), fsdp * tensor)
-    if rest or not data:
+    devices = jax.devices() if devices is None else list(devices)
+    shape = MeshConfig(data, fsdp, tensor).shape(len(devices))
+    return Mesh(arranged(devices, shape), AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def arranged(devices: Sequence[Any], shape: tuple[int, int, int]) -> np.ndarray:
+    """`devices` in a mesh of that shape. Those of a slice (a TPU slice, a host with GPUs) have fast
+    links; slices are joined along `data`, as far as it goes, then `fsdp`, then `tensor`."""
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if slices == 1:
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    slow, left = [], slices
+    for size in shape:
+        slow.append(math.gcd(size, left))
+        left //= slow[-1]
+    fast = [size // count for size, count in zip(shape, slow, strict=True)]
+    return mesh_utils.create_hybrid_device_mesh(fast, slow, devices, allow_split_physical_axes=True)
+
+
+def check_tensor(mesh: Mesh | AbstractMesh, model: ModelConfig) -> None:
+    """**Raises:** `UserError` if the devices of `tensor` cannot share the heads evenly."""
+    tensor, kv_heads = mesh.shape["tensor"], model.n_kv_heads or model.n_heads
+    common = math.gcd(model.n_heads, kv_heads)
+    if common % tensor:
+        fitting = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
         raise UserError(
-            f"mesh.fsdp times mesh.tensor must divide the number of devices, {len(devices)}, got "
-            f"{fsdp} and {tensor}."
+            f"mesh.tensor must divide model.n_heads, {model.n_heads}, and model.n_kv_heads, "
+            f"{kv_heads}: {fitting} would do, got {tensor}."
         )
-    return jax.make_mesh(
-        (data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * 3, devices=list(devices)
-    )
 
 
 def seeds_mesh(models: int) -> Mesh:

@@ -103,6 +103,8 @@ def wrong_values(flags: dict[str, Any]) -> list[tuple[str, str]]:
             if kind in kinds:
                 type_of = kind, get_origin(hint) is Annotated
                 values = WRONG[kind][:3] if type_of in seen else WRONG[kind]
+                if "--mesh." in flag:  # -1: what the others leave
+                    values = [value for value in values if value != "-1"]
                 cases += [(flag, value) for value in values]
                 seen.add(type_of)
                 break

@@ -45,7 +45,7 @@ def test_two_processes_train_what_one_does(tmp_path):
     assert metrics(tmp_path / "runs" / "two")[-1]["step"] == 6
     done = run_script("train.py", *more, "3", folder=tmp_path)
     assert done.code == 2
-    assert "must divide the number of devices" in done.err
+    assert "do not make up the number of devices, 2" in done.err
 
 
 def test_what_only_one_process_finds_wrong_ends_all_with_its_message(tmp_path):

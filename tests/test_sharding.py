@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import equinox as eqx
@@ -14,9 +15,18 @@ import pytest
 from conftest import ROOT, tiny_model
 from jax.sharding import AbstractMesh, PartitionSpec as P
 
-from gptlite.config import UserError
+from gptlite.config import MeshConfig, ModelConfig, UserError
 from gptlite.runs.weights import named_arrays
-from gptlite.sharding import AXES, constrain, local, make_mesh, parameter_spec, place
+from gptlite.sharding import (
+    AXES,
+    arranged,
+    check_tensor,
+    constrain,
+    local,
+    make_mesh,
+    parameter_spec,
+    place,
+)
 
 MESHES = ["(8, 1, 1)", "(1, 8, 1)", "(2, 2, 2)", "(1, 1, 8)"]
 MIXED = "(2, 2, 2)"
@@ -101,9 +111,48 @@ def test_parameters_are_cut_by_name_where_devices_divide_them():
 def test_a_mesh_takes_all_devices():
     assert dict(make_mesh().shape) == {"data": 2, "fsdp": 1, "tensor": 1}
     assert dict(make_mesh(fsdp=2).shape) == {"data": 1, "fsdp": 2, "tensor": 1}
-    for fsdp, tensor in ((3, 1), (1, 4), (2, 2)):
-        with pytest.raises(UserError, match=r"must divide the number of devices, 2, got"):
-            make_mesh(fsdp=fsdp, tensor=tensor)
+    assert dict(make_mesh(data=1, tensor=-1).shape) == {"data": 1, "fsdp": 1, "tensor": 2}
+    for sizes in ((-1, 3, 1), (-1, 1, 4), (-1, 2, 2), (1, 1, 1), (2, 2, 1), (2, -1, 2)):
+        with pytest.raises(UserError, match=r"do not make up the number of devices, 2"):
+            make_mesh(**dict(zip(AXES, sizes, strict=True)))
+    for sizes in ((0, 1, 1), (-1, -1, 1)):
+        with pytest.raises(UserError, match=r"one of them may be -1, got"):
+            MeshConfig(*sizes)
+
+
+@pytest.mark.parametrize(
+    ("slices", "each", "shape", "inside"),
+    [
+        (2, 4, (2, 4, 1), {0: 2}),  # data across the slices, fsdp inside them
+        (2, 4, (4, 1, 2), {0: 2}),
+        (4, 2, (2, 4, 1), {0: 2, 1: 2}),  # more slices than rows: fsdp, too
+        (3, 2, (1, 1, 6), {2: 3}),
+        (6, 2, (4, 3, 1), {0: 2, 1: 3}),
+    ],
+)
+def test_slow_links_are_crossed_along_data_first(slices, each, shape, inside):
+    """`inside`: the axes that cross slices, and in how many parts."""
+    devices = [
+        SimpleNamespace(
+            id=i, slice_index=i // each, process_index=i, platform="gpu", device_kind=""
+        )
+        for i in range(slices * each)
+    ]
+    found = np.vectorize(lambda device: device.slice_index)(arranged(devices, shape))
+    assert found.shape == shape
+    assert sorted(found.flat) == [i // each for i in range(slices * each)]
+    for axis in range(3):
+        lines = np.moveaxis(found, axis, -1).reshape(-1, shape[axis])
+        assert {len(set(line)) for line in lines.tolist()} == {inside.get(axis, 1)}
+
+
+def test_heads_that_devices_cannot_share_are_refused():
+    mesh = AbstractMesh((1, 1, 4), AXES)
+    check_tensor(mesh, ModelConfig(n_heads=8, n_kv_heads=4))
+    with pytest.raises(UserError, match=r"n_kv_heads, 2: 1, 2 would do, got 4"):
+        check_tensor(mesh, ModelConfig(n_heads=8, n_kv_heads=2))
+    with pytest.raises(UserError, match=r"n_heads, 6, and .* 6: 1, 2, 3, 6 would do, got 4"):
+        check_tensor(mesh, ModelConfig(n_heads=6, d_model=96))
 
 
 def test_weights_of_a_spread_model_are_whole():

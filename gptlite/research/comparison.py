@@ -277,7 +277,14 @@ def _flat(config: Config) -> dict[str, Any]:
     """The fields that decide what a variant learns, and on what it is validated. (The text and the
     tokenizer are compared themselves.)"""
     irrelevant = {
-        *("data.corpus", "data.tokenizer", "mesh.fsdp", "mesh.tensor", "training.seed"),
+        *(
+            "data.corpus",
+            "data.tokenizer",
+            "mesh.data",
+            "mesh.fsdp",
+            "mesh.tensor",
+            "training.seed",
+        ),
         *("training.sample_tokens", "training.save_seconds", "training.keep"),
         *("training.cpu_devices", "training.log_every"),
     }

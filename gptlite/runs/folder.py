@@ -441,6 +441,7 @@ def _step_of(line: bytes) -> int:
 
 
 def _devices(config: Config) -> str:
-    mesh = config.mesh
-    cut = f" (fsdp {mesh.fsdp}, tensor {mesh.tensor})" if mesh.fsdp * mesh.tensor > 1 else ""
-    return f"{jax.device_count()} x {jax.devices()[0].device_kind}{cut}"
+    count = jax.device_count()
+    _, fsdp, tensor = config.mesh.shape(count)
+    cut = f" (fsdp {fsdp}, tensor {tensor})" if fsdp * tensor > 1 else ""
+    return f"{count} x {jax.devices()[0].device_kind}{cut}"

@@ -24,7 +24,7 @@ RESUMABLE = {
         "on_nonfinite",
         "cpu_devices",
     ),
-    "mesh": ("fsdp", "tensor"),
+    "mesh": ("data", "fsdp", "tensor"),
 }
 
 

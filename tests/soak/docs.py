@@ -47,6 +47,7 @@ RULES: dict[str, str | None] = {
     "python train.py --resume": "--data.corpus text.txt --training.steps 30",
     "python train.py m --summary": "--data.corpus text.txt",
     "python train.py --data.corpus": SMALL,
+    'pip install -e ".[cuda]"': None,
     "python train.py gpt2 --distributed": None,  # waits for the other: see tests/test_processes.py
     # The preset's own batch, and a sample.
     "python train.py gpt2": (
