@@ -79,8 +79,8 @@ class TrainArguments:
     init_from: str | None = None
     """Start from the weights of a run, its folder or its name in runs/, or of hf:FOLDER or hf:NAME,
     a model in Hugging Face's format. Shape and tokenizer are then those of that model; a shorter
-    --model.context-length, --model.dropout, --model.attention-dropout and --model.stack may be
-    given with it."""
+    --model.context-length, --model.dropout, --model.attention-dropout, --model.stack
+    and --model.remat may be given with it."""
 
     summary: bool = False
     """Print the model as a table, with parameters, FLOPs and memory, and stop."""
@@ -209,7 +209,7 @@ def parse_words(kind: Any, args: Sequence[str], **options: Any) -> Any:
 
 
 # Fields of the model that may be given with --init-from, because the weights serve them as well.
-FREE = ("context_length", "dropout", "attention_dropout", "stack")
+FREE = ("context_length", "dropout", "attention_dropout", "stack", "remat")
 
 
 @dataclass(frozen=True)

@@ -262,6 +262,10 @@ class ModelConfig:
     """Train the layers one by one (fastest to run on a CPU) or by lax.scan (fastest to compile).
     The result is the same."""
 
+    remat: Literal["none", "attention", "block"] = "none"
+    """What the gradient computes once more, to save memory in training: the inside of each
+    attention, or of each block. The layers then run by lax.scan. The result is the same."""
+
     def __post_init__(self):
         for name in CUSTOM_FIELDS:
             if isinstance(block := getattr(self, name), type):  # in Python, the class itself
@@ -344,8 +348,17 @@ class OptimizerConfig:
     clip_norm: Annotated[float | None, Between(0.0, above=True)] = None
     """Scale the gradient down to this global norm when it is larger. None: never."""
 
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format in which the optimizer keeps its means between steps. bfloat16 halves their
+    memory; beta2 may then be at most 0.99, because a smaller change would be rounded away."""
+
     def __post_init__(self):
         check_fields("optimizer.", self)
+        require(
+            self.state_dtype == "float32" or self.beta2 <= 0.99,
+            f"With optimizer.state_dtype bfloat16, optimizer.beta2 must be at most 0.99, got "
+            f"{self.beta2}.",
+        )
         require(
             self.schedule != "wsd" or self.warmup_fraction + self.decay_fraction <= 1.0,
             "optimizer.warmup_fraction and optimizer.decay_fraction must add up to at most 1, got "

@@ -36,7 +36,13 @@ AXES = ("data", "fsdp", "tensor")
 # Models trained side by side, each on one device: see `seeds_mesh`.
 SEEDS = "seeds"
 # The axes of the mesh over which an axis of an array is sharded.
-MESH_AXES = {"batch": ("data", "fsdp"), "heads": "tensor", "vocab": "tensor", "all": AXES}
+MESH_AXES = {
+    "batch": ("data", "fsdp"),
+    "heads": "tensor",
+    "vocab": "tensor",
+    "shards": ("fsdp", "tensor"),
+    "all": ("fsdp", "tensor", "data"),
+}
 
 # Bytes of the largest model that is copied to each device of a CPU, to generate: see `row_mesh`.
 MAX_COPIED = 2**25
@@ -239,10 +245,12 @@ def map_over_devices(function: Callable[[Array], Array], x: Array) -> Array:
     padding = [(0, -count % math.prod(mesh.shape[axis] for axis in AXES))]
     rest = (None,) * (x.ndim - 1)
     x = jnp.pad(x, padding + [(0, 0)] * len(rest))
-    # Via whole arrays. Otherwise the compiler cuts them in several ways, with needless traffic.
-    x = constrain(constrain(x, None, *rest), "all", *rest)
-    y = constrain(function(x), "all", *rest)
-    return constrain(y, None, *rest)[:count]
+    # Step by step, each of them one exchange at most. Left to itself, the compiler would gather
+    # all of `x` on each device.
+    cut = (*rest[:-1], "shards")
+    x = constrain(constrain(x, None, *cut), "shards", *rest)
+    y = constrain(function(constrain(x, "all", *rest)), "all", *rest)
+    return constrain(constrain(y, "shards", *rest), None, *cut)[:count]
 
 
 def n_row_shards() -> int:
@@ -317,6 +325,16 @@ def map_rows(function: Callable[[Any, Any], T], mesh: Mesh | None, shared: Any, 
         out_specs=PartitionSpec("data"),
         check_vma=False,
     )(arrays, rows)
+
+
+def n_shards(axis: str, length: int) -> int:
+    """Over how many devices `constrain` cuts an axis of that length, which is named as there."""
+    mesh = _mesh()
+    if mesh is None:
+        return 1
+    (names,) = _spec([MESH_AXES[axis]], [length], mesh)
+    names = () if names is None else (names,) if isinstance(names, str) else names
+    return math.prod(mesh.shape[name] for name in names)
 
 
 def is_sharded(axis: str) -> bool:

@@ -116,14 +116,16 @@ def train(
     return np.asarray(metrics.loss).tolist()
 
 
-def compile_step(mesh: tuple[int, int, int]) -> dict[str, int]:
+def compile_step(
+    mesh: tuple[int, int, int], name: Literal["adamw", "muon"] = "adamw"
+) -> dict[str, int]:
     """Of a step of a model whose activations outweigh its parameters: temporary memory a device, in
     bytes, and how many collectives of each kind there are."""
     config = dataclasses.replace(
         TINY, n_layers=2, n_heads=4, d_model=64, context_length=64, embed_previous=0
     )
     model = drawn(lambda key: GPT(config, 64, key=key))
-    rule = OptimizerConfig(name="adamw")
+    rule = OptimizerConfig(name=name)
     training = TrainingConfig(steps=1, batch_size=64, compute_dtype="float32")
     _, fsdp, tensor = mesh
     train_steps = TrainSteps(model, rule, training, make_mesh(fsdp=fsdp, tensor=tensor))
@@ -150,6 +152,7 @@ def main() -> None:
             found[f"{name} {optimizer} {mesh}"] = train(name, optimizer, mesh, steps)
     found["parts 4"] = train("translation", "adamw", (2, 1, 1), parts=4)
     compiled = {str(mesh): compile_step(mesh) for mesh in MESHES[1:4]}
+    compiled["muon"] = compile_step((1, 8, 1), "muon")
     json.dump({"losses": found, "compiled": compiled}, sys.stdout)
 
 

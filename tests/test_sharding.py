@@ -92,6 +92,16 @@ def test_the_compiled_step_gathers_each_matrix_once_and_nothing_else(found):
     assert mixed["temporary"] < 1.3 * alone["temporary"]
 
 
+def test_muon_exchanges_matrices_and_gathers_none(found):
+    """On devices of fsdp. For each of two shapes: from parts of all matrices to some whole ones, and
+    back; before and after, arrays that are cut along another axis."""
+    adamw, muon = found["compiled"]["(1, 8, 1)"], found["compiled"]["muon"]
+    assert muon["all-to-all"] == 8
+    assert muon["all-gather"] == adamw["all-gather"]
+    assert muon["collective-permute"] == 0
+    assert muon["all-reduce"] == adamw["all-reduce"]
+
+
 def test_parameters_are_cut_by_name_where_devices_divide_them():
     mesh = AbstractMesh((1, 2, 4), AXES)
     for path, shape, wanted in (

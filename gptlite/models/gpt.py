@@ -91,8 +91,19 @@ class GPT(Transformer):
     ) -> tuple[Float[Array, "*batch seq vocab"], Float[Array, ""]]:
         """The logits, and what a mixture of experts adds to the training loss. Every layer is given
         `context`."""
-        hidden, _, aux_loss = self._run(ids, None, None, context, key)
+        hidden, aux_loss = self.hidden(ids, context, key=key)
         return self.logits(hidden), aux_loss
+
+    def hidden(
+        self,
+        ids: Int[Array, "*batch seq"],
+        context: Context = WHOLE_SEQUENCE,
+        *,
+        key: PRNGKeyArray | None = None,
+    ) -> tuple[Float[Array, "*batch seq d_model"], Float[Array, ""]]:
+        """As `with_aux_loss`, with the hidden states that `logits` takes in place of the logits."""
+        hidden, _, aux_loss = self._run(ids, None, None, context, key)
+        return hidden, aux_loss
 
     def extend(
         self, ids: Int[Array, "*batch seq"], cache: Cache, lengths: PerSequence | None = None
@@ -121,12 +132,19 @@ class GPT(Transformer):
             layers or (), all_ids, cache.length + (seq if lengths is None else lengths)
         )
 
-    def logits(
-        self, hidden: Float[Array, "*batch seq d_model"]
-    ) -> Float[Array, "*batch seq vocab"]:
-        """The logits of hidden states, in at least float32."""
+    def head_weight(self) -> Float[Array, "rows d_model"]:
+        """The matrix of the head, gathered from the devices of `fsdp`."""
         table = self.embedding if self.head is None else self.head
-        weight = gathered(table, "embedding" if self.head is None else "head").weight
+        return gathered(table, "embedding" if self.head is None else "head").weight
+
+    def logits(
+        self,
+        hidden: Float[Array, "*batch seq d_model"],
+        weight: Float[Array, "rows d_model"] | None = None,
+    ) -> Float[Array, "*batch seq vocab"]:
+        """The logits of hidden states, in at least float32. `weight`: `head_weight()`, if several
+        calls share it."""
+        weight = self.head_weight() if weight is None else weight
         logits = constrain(project(hidden, weight), "batch", None, "vocab")[..., : self.vocab_size]
         # A smooth bound (Bello et al., 2016; Gemma 2, 2024).
         cap = self.config.logit_cap

@@ -56,7 +56,9 @@ class Transformer(eqx.Module):
         self.stack = Stack(
             lambda key: make_block(config, key),
             config.n_layers,
-            scan=config.stack == "scan",
+            # Of layers one by one, the compiler may compute all once more before any is needed.
+            scan=config.stack == "scan" or config.remat != "none",
+            remat=config.remat,
             key=stack_key,
         )
         norm_key = jax.random.fold_in(stack_key, config.n_layers)

@@ -1,7 +1,7 @@
 """Layers, one after the other, stored as one block whose arrays have a leading layer axis."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -10,12 +10,15 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from gptlite.config import require
 from gptlite.nn.block import checked, split_key
 from gptlite.nn.context import WHOLE_SEQUENCE, Context
 from gptlite.sharding import constrain, gathered
 
 # The cache of each layer.
 Caches = tuple[Any, ...] | None
+# What the gradient of a layer computes once more: see `ModelConfig.remat`.
+Remat = Literal["none", "attention", "block"]
 
 
 class Layers(eqx.Module):
@@ -63,11 +66,15 @@ class Stack(eqx.Module):
     `blocks` holds the parameters of all layers, stacked: a matrix `[d_out, d_in]` of a block is
     `[n_layers, d_out, d_in]` here. With `scan`, `lax.scan` runs the layers on whole sequences,
     which compiles faster and gives the same result. With caches, the layers run one by one.
+
+    `remat` "block" or "attention" (with `scan`): what the gradient computes once more, so that it
+    need not be kept (Chen et al., 2016, "Training deep nets with sublinear memory cost").
     """
 
     blocks: Any
     n_layers: int = eqx.field(static=True)
     scan: bool = eqx.field(static=True)
+    remat: Remat = eqx.field(static=True)
 
     def __init__(
         self,
@@ -75,12 +82,14 @@ class Stack(eqx.Module):
         n_layers: int,
         *,
         scan: bool = False,
+        remat: Remat = "none",
         key: PRNGKeyArray,
     ):
         """`make_block(key)` makes one layer."""
         self.blocks = eqx.filter_vmap(make_block)(jax.random.split(key, n_layers))
         self.n_layers = n_layers
         self.scan = scan
+        self.remat = remat
 
     def unstack(self) -> Layers:
         """The same layers, each with arrays of its own."""
@@ -124,11 +133,34 @@ class Stack(eqx.Module):
 
         def layer(x, scanned):
             arrays, key = scanned
-            x, _, aux_loss = _run(eqx.combine(arrays, rest), x, None, context, key)
+            block = eqx.combine(arrays, rest)
+            if self.remat == "attention":
+                require(
+                    hasattr(block, "attention"),
+                    "model.remat attention needs a block with an `attention`: "
+                    f"{type(block).__name__} has none.",
+                )
+                block = eqx.tree_at(lambda b: b.attention, block, replace_fn=_Recomputed)
+            x, _, aux_loss = _run(block, x, None, context, key)
             return x, aux_loss
 
+        if self.remat == "block":
+            # With the gathering inside: else the gathered parameters of all layers would be kept.
+            layer = jax.checkpoint(layer, prevent_cse=False)
         x, aux_losses = lax.scan(layer, x, (arrays, keys), length=self.n_layers)
         return x, None, jnp.sum(aux_losses)
+
+
+class _Recomputed(eqx.Module):
+    """A module that keeps nothing for its gradient but its inputs."""
+
+    module: Any
+
+    def __call__(self, *inputs: Any, key: PRNGKeyArray | None = None) -> Any:
+        def run(module, *inputs, key):
+            return module(*inputs, key=key)
+
+        return eqx.filter_checkpoint(run, prevent_cse=False)(self.module, *inputs, key=key)
 
 
 def _run(

@@ -14,6 +14,7 @@ from gptlite.files import read_bounded, read_json, write_atomically, write_json
 # Fields that `--resume` may change, besides the name of the same text.
 RESUMABLE = {
     "data": ("corpus",),
+    "model": ("remat",),
     "training": (
         "steps",
         "log_every",

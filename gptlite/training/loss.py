@@ -2,9 +2,14 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from gptlite.models.gpt import GPT
+from gptlite.sharding import n_shards
+
+# Logits that a device keeps at once: 512 MiB in float32.
+MAX_LOGITS = 2**27
 
 
 def cross_entropy(
@@ -35,6 +40,27 @@ def window_losses(
     key: Array | None = None,
 ) -> tuple[Float[Array, "batch seq"], Float[Array, ""]]:
     """The loss at every position of windows of ids, whose targets are the next ids, and the
-    auxiliary loss. `key` switches dropout on."""
-    logits, aux_loss = model.with_aux_loss(windows[:, :-1], key=key)
-    return cross_entropy(logits, windows[:, 1:], label_smoothing), aux_loss
+    auxiliary loss. `key` switches dropout on.
+
+    Where a device's logits would be more than `MAX_LOGITS` numbers, they are computed for some
+    positions of all windows at a time, and once more for the gradient.
+    """
+    hidden, aux_loss = model.hidden(windows[:, :-1], key=key)
+    targets, weight = windows[:, 1:], model.head_weight()
+
+    def losses(hidden, targets):
+        return cross_entropy(model.logits(hidden, weight), targets, label_smoothing)
+
+    batch, seq = targets.shape
+    shards = n_shards("batch", batch) * n_shards("vocab", len(weight))
+    most = max(1, MAX_LOGITS * shards // (batch * len(weight)))
+    if seq <= most:
+        return losses(hidden, targets), aux_loss
+    positions = max(n for n in range(1, most + 1) if seq % n == 0)
+
+    def parts(x):  # [seq / positions, batch, positions, ...]
+        x = x.reshape(batch, -1, positions, *x.shape[2:])
+        return jnp.swapaxes(x, 0, 1)
+
+    each = lax.map(lambda part: jax.checkpoint(losses)(*part), (parts(hidden), parts(targets)))
+    return jnp.swapaxes(each, 0, 1).reshape(batch, seq), aux_loss

@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, PyTree
 
 from gptlite.config import OptimizerConfig, UserError
@@ -113,7 +113,22 @@ def make_optimizer(
         )
     if config.clip_norm is not None:
         optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
-    return optimizer
+    return optimizer if config.state_dtype == "float32" else _kept_in(jnp.bfloat16, optimizer)
+
+
+def _kept_in(
+    dtype: DTypeLike, optimizer: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """`optimizer`, which computes in float32, with its state kept in `dtype` between steps."""
+
+    def cast(state, dtype):
+        return jax.tree.map(lambda x: x.astype(dtype) if is_parameter(x) else x, state)
+
+    def update(updates, state, params=None):
+        updates, state = optimizer.update(updates, cast(state, jnp.float32), params)
+        return updates, cast(state, dtype)
+
+    return optax.GradientTransformation(lambda params: cast(optimizer.init(params), dtype), update)
 
 
 def is_parameter(x: Any) -> bool:

@@ -13,6 +13,35 @@ from gptlite.training.optimizer import make_optimizer, make_schedule
 PLAIN = OptimizerConfig(warmup_fraction=0.1, decay_fraction=0.4, final_fraction=0.25)
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_state_in_bfloat16_costs_its_rounding_and_halves_the_memory(name):
+    """The means are computed in float32 and rounded between steps, by 2⁻⁹ at most."""
+    params = eqx.filter(tiny_model(), eqx.is_inexact_array)
+
+    def gradient(step):
+        return jax.tree.map(
+            lambda p: jax.random.normal(jax.random.key(p.size + step), p.shape), params
+        )
+
+    found, states = [], []
+    for dtype in ("float32", "bfloat16"):
+        config = OptimizerConfig(name=name, state_dtype=dtype)
+        optimizer = make_optimizer(config, 10, params)
+        state = jax.jit(optimizer.init)(params)
+        for step in range(3):
+            updates, state = jax.jit(optimizer.update)(gradient(step), state, params)
+            found.append(updates)
+        states.append([x for x in jax.tree.leaves(state) if eqx.is_inexact_array(x)])
+    for x, y in zip(*map(jax.tree.leaves, found[::3]), strict=True):
+        np.testing.assert_array_equal(x, y)  # nothing is kept before the first step
+    for x, y in zip(*map(jax.tree.leaves, found[2::3]), strict=True):
+        assert jnp.linalg.norm(x - y) <= 0.02 * jnp.linalg.norm(x)
+    assert {x.dtype for x in states[0]} == {jnp.dtype("float32")}
+    assert {x.dtype for x in states[1]} == {jnp.dtype("bfloat16")}
+    with pytest.raises(UserError, match=r"beta2 must be at most 0\.99, got 0\.999"):
+        OptimizerConfig(name=name, state_dtype="bfloat16", beta2=0.999)
+
+
 def curve(schedule: str, **changes) -> np.ndarray:
     config = dataclasses.replace(PLAIN, schedule=schedule, **changes)
     return np.array([float(make_schedule(config, 100)(step)) for step in range(101)])

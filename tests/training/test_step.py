@@ -12,7 +12,7 @@ from gptlite import sharding
 from gptlite.config import OptimizerConfig, TrainingConfig, UserError
 from gptlite.models.gpt import GPT
 from gptlite.sharding import make_mesh
-from gptlite.training import step as step_module
+from gptlite.training import loss as loss_module, step as step_module
 from gptlite.training.loss import window_losses
 from gptlite.training.step import TrainSteps
 
@@ -52,6 +52,40 @@ def test_dropout_shares_no_key_with_the_model_and_the_samples():
     _, metrics = steps(steps.init(tiny_model()), BATCHES, 5)
     drawn = {float(jax.random.uniform(key)) for key in jax.random.split(jax.random.key(0))}
     assert len({*np.asarray(metrics.loss).tolist(), *drawn}) == 7
+
+
+@pytest.fixture(scope="module")
+def long() -> dict:
+    """Of each way to compute once more what the gradient needs: the loss and the gradient of a
+    model whose activations outweigh its parameters, and the temporary memory in bytes."""
+    batch = np.random.default_rng(1).integers(VOCAB, size=(4, 129)).astype(np.int32)
+    mesh = make_mesh(devices=jax.devices()[:1])
+    training = dataclasses.replace(TRAINING, accumulation=1)
+    shape = {"n_layers": 4, "d_model": 32, "context_length": 128, "dropout": 0.1, "stack": "scan"}
+    found = {}
+    for name in ("none", "attention", "block", "chunks"):
+        changes = {"remat": "none" if name == "chunks" else name}
+        model = conftest.tiny_model(**shape, **changes)
+        steps = TrainSteps(model, OptimizerConfig(), training, mesh)
+        with pytest.MonkeyPatch.context() as patch:
+            if name == "chunks":
+                patch.setattr(loss_module, "MAX_LOGITS", 4 * 50 * VOCAB)  # 32 positions
+            function = eqx.filter_jit(steps.loss_and_grads)
+            compiled = function.lower(model, batch, jax.random.key(0)).compile()
+        memory = compiled.compiled.memory_analysis().temp_size_in_bytes
+        found[name] = compiled(model, batch, jax.random.key(0)), memory
+    return found
+
+
+@pytest.mark.parametrize("name", ["attention", "block", "chunks"])
+def test_what_is_computed_once_more_is_the_same(long, name):
+    """With dropout. Sums are added up in another order."""
+    trees_close(long[name][0], long["none"][0])
+
+
+def test_computing_once_more_takes_less_memory(long):
+    assert long["attention"][1] < 0.9 * long["none"][1]
+    assert long["block"][1] < 0.5 * long["none"][1]
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
