@@ -93,7 +93,7 @@ def test_the_compiled_step_gathers_each_matrix_once_and_nothing_else(found):
 
 
 def test_muon_exchanges_matrices_and_gathers_none(found):
-    """On devices of fsdp. For each of two shapes: from parts of all matrices to some whole ones, and
+    """On devices of fsdp. For each of two shapes: from parts of all matrices to some whole ones and
     back; before and after, arrays that are cut along another axis."""
     adamw, muon = found["compiled"]["(1, 8, 1)"], found["compiled"]["muon"]
     assert muon["all-to-all"] == 8

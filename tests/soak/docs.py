@@ -64,6 +64,9 @@ RULES: dict[str, str | None] = {
     "python benchmarks/startup.py": "--rounds 1",
     "python benchmarks/large_text.py": "--megabytes 2 --rounds 1",
     "python tests/soak/kill_loop.py": "--kills 2",
+    "python tests/soak/processes.py": "--kills 1",
+    "python tests/soak/slurm.py": None,  # needs a SLURM
+    "python benchmarks/step_memory.py": "--preset quick",
     "python tests/soak/memory.py": "--steps 5000",
     "python tests/soak/fuzz.py": "--minutes 0.2",
     "python examples/masked.py": "--steps 2 --corpus play.txt",

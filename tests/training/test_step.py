@@ -1,4 +1,5 @@
 import dataclasses
+from typing import Any
 
 import conftest
 import equinox as eqx
@@ -70,7 +71,7 @@ def long() -> dict:
         with pytest.MonkeyPatch.context() as patch:
             if name == "chunks":
                 patch.setattr(loss_module, "MAX_LOGITS", 4 * 50 * VOCAB)  # 32 positions
-            function = eqx.filter_jit(steps.loss_and_grads)
+            function: Any = eqx.filter_jit(steps.loss_and_grads)
             compiled = function.lower(model, batch, jax.random.key(0)).compile()
         memory = compiled.compiled.memory_analysis().temp_size_in_bytes
         found[name] = compiled(model, batch, jax.random.key(0)), memory

@@ -1,0 +1,134 @@
+"""What a training step takes, read from the compiled program: `python benchmarks/step_memory.py`.
+
+Memory with each option that saves some, on one simulated device, and what eight of them exchange
+in a step. Nothing is run.
+"""
+
+import argparse
+import dataclasses
+import math
+import os
+import re
+from typing import Any
+
+from common import print_machine, print_table
+
+# Rows of the batch on a device.
+ROWS = 4
+SIZES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "pred": 1}
+EVERYTHING = 2**40
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--preset", default="gpt2")
+    preset = parser.parse_args().preset
+
+    from gptlite.runtime import set_up_jax
+
+    os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+    set_up_jax()
+    print_machine()
+    print(f"\nMemory of a step, {preset}, {ROWS} rows, one device, MiB\n")
+    variants: dict[str, tuple[dict[str, str], dict[str, str], int | None]] = {
+        "default": ({}, {}, None),
+        "all logits at once": ({}, {}, EVERYTHING),
+        "--model.stack scan": ({"stack": "scan"}, {}, None),
+        "--model.remat attention": ({"remat": "attention"}, {}, None),
+        "--model.remat block": ({"remat": "block"}, {}, None),
+        "--optimizer.state-dtype bfloat16": ({}, {"state_dtype": "bfloat16"}, None),
+    }
+    rows = []
+    for name, (model, optimizer, most) in variants.items():
+        compiled = compile_step(preset, 1, model, optimizer, most)
+        memory: Any = compiled.memory_analysis()
+        sizes = (memory.argument_size_in_bytes, memory.temp_size_in_bytes)
+        rows.append([f"`{name}`" if "--" in name else name, *(f"{x / 2**20:,.0f}" for x in sizes)])
+    print_table(["", "training state", "temporary"], rows)
+
+    print(f"\nWhat a device receives in a step, {preset} in float32, --mesh.fsdp 8\n")
+    rows = []
+    for name in ("adamw", "muon"):
+        compiled = compile_step(preset, 8, {}, {"name": name}, None)
+        for kind, (count, size) in sorted(exchanged(str(compiled.as_text())).items()):
+            rows.append([name, kind, str(count), f"{size / 2**20:,.0f}"])
+    print_table(["optimizer", "collective", "how many", "MiB"], rows)
+
+
+def compile_step(
+    preset: str,
+    devices: int,
+    model_changes: dict[str, str],
+    optimizer_changes: dict[str, str],
+    most: int | None,
+) -> Any:
+    """The compiled step, with the batch divided among so many devices, which share the parameters.
+    `most`: the logits that a device may keep at once."""
+    import equinox as eqx
+    import jax
+    import numpy as np
+
+    from gptlite.models.gpt import GPT
+    from gptlite.presets import PRESETS
+    from gptlite.sharding import constrain_parameters, make_mesh
+    from gptlite.training import loss
+    from gptlite.training.step import TrainSteps
+
+    config = PRESETS[preset][1]
+    shape: Any = dataclasses.replace(config.model, **model_changes)
+    optimizer: Any = dataclasses.replace(config.optimizer, **optimizer_changes)
+    # Several in float32: the product that CPUs use for the gradients of weights in bfloat16 is one
+    # that XLA does not divide, and of no interest on other devices.
+    training = dataclasses.replace(
+        config.training,
+        batch_size=ROWS * devices,
+        accumulation=1,
+        compute_dtype="bfloat16" if devices == 1 else "float32",
+    )
+    vocab = (50257, 50304) if config.data.tokenizer.startswith("tiktoken") else (65, 65)
+    mesh = make_mesh(fsdp=devices, devices=jax.devices()[:devices])
+    with jax.set_mesh(mesh):
+        model = eqx.filter_jit(
+            lambda key: constrain_parameters(
+                GPT(shape, vocab[0], padded_vocab_size=vocab[1], key=key)
+            )
+        )(jax.random.key(0))
+    train_steps = TrainSteps(model, optimizer, training, mesh)
+    windows = np.zeros((1, ROWS * devices, shape.context_length + 1), np.int32)
+    default = loss.MAX_LOGITS
+    loss.MAX_LOGITS = default if most is None else most
+    try:
+        return train_steps.compiled(train_steps.init(model), windows)
+    finally:
+        loss.MAX_LOGITS = default
+
+
+def exchanged(program: str) -> dict[str, tuple[int, int]]:
+    """For each kind of collective, how many a step has, and how many bytes of results they have in
+    all. Those in the loop over layers count once for each layer."""
+    trips = {
+        body: int(count)
+        for body, count in re.findall(r"body=%?([\w.\-]+).*?known_trip_count\W+n\W+(\d+)", program)
+    }
+    found: dict[str, tuple[int, int]] = {}
+    times = 1
+    for line in program.splitlines():
+        begins = re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{$", line)
+        if begins:
+            times = trips.get(begins[1], 1)
+        match = re.search(
+            r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\(", line
+        )
+        if match:
+            arrays = re.findall(r"(f32|s32|u32|bf16|pred)\[([\d,]*)\]", match[1])
+            size = sum(
+                SIZES[kind] * math.prod(int(n) for n in shape.split(",") if n)
+                for kind, shape in arrays
+            )
+            count, before = found.get(match[2], (0, 0))
+            found[match[2]] = count + times, before + times * size
+    return found
+
+
+if __name__ == "__main__":
+    main()
