@@ -117,6 +117,7 @@ def train(arguments: TrainArguments) -> None:
         if resuming:
             checkpoint = run.find_checkpoint(skeleton, config, corpus.sha256)
             state, start_at = checkpoint.state, checkpoint.record.position
+            check_same("checkpoints, of step", str(start_at.step))
         elif source is not None:
             weights = f"The weights of {training.init_from}"
             state = train_steps.init(fill(shapes, named_arrays(source.model), weights))

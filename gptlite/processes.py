@@ -41,10 +41,8 @@ def joined(distributed: DistributedConfig, *, debug: bool = False) -> Iterator[N
 
     **Raises:** `UserError` if process 0 does not answer in time.
     """
-    import jax
-
     _connect(distributed)
-    if not jax.distributed.is_initialized():
+    if count() == 1:
         yield
         return
     others = _Others(distributed.missing_seconds)
@@ -78,10 +76,11 @@ def _connect(distributed: DistributedConfig) -> None:
             initialization_timeout=seconds + 60,
             heartbeat_timeout_seconds=distributed.missing_seconds,
         )
-    except (ValueError, RuntimeError):
+    except (ValueError, RuntimeError) as error:
         # There is no cluster, or JAX computes already, as in a notebook.
-        if distributed.coordinator is not None:
-            raise
+        alone = ("coordinator_address should be defined", "before any JAX calls")
+        if distributed.coordinator is not None or not any(text in str(error) for text in alone):
+            raise UserError(f"The processes of the run cannot be joined: {error}") from error
     finally:
         timer.cancel()
 
@@ -125,13 +124,15 @@ class _Others:
         self._client, self.process, self._count = _runtime()
         self._missing_seconds = missing_seconds
         self._parted = threading.Event()
+        self._ending = threading.Lock()
         self._last_words: subprocess.Popen[bytes] | None = None
-        if self.process > 0:
-            # JAX ends this process when process 0 is gone. Then nobody writes to this pipe.
-            words = (
-                f"error: process {self.process} was ended by JAX, because process 0 is gone or "
-                "cannot be reached, or it was killed. Resume the run with --resume."
-            )
+        # JAX ends this process when process 0 is gone. Then nobody writes to this pipe.
+        words = (
+            f"error: process {self.process} was killed, or ended by JAX because "
+            f"{'process 0' if self.process else 'another one'} is gone or cannot be reached. "
+            "Resume the run with --resume."
+        )
+        with contextlib.suppress(OSError):  # there is no shell
             self._last_words = subprocess.Popen(
                 ["sh", "-c", 'read -r _ || echo "$0" >&2', words],
                 stdin=subprocess.PIPE,
@@ -168,7 +169,7 @@ class _Others:
         """The end of all processes, because of `error` in this one."""
         sentence = sentence_of(error)
         said = f"{type(error).__name__}: {error}" if sentence is None else sentence
-        if LOST.search(said):
+        if _may_come_from_another(error):
             log("the connection to another process is lost; waiting until it is known to which")
             time.sleep(self._missing_seconds + 30)  # the threads end it before that
         if debug or sentence is None:
@@ -176,14 +177,19 @@ class _Others:
         with contextlib.suppress(Exception):
             publish(said)
             time.sleep(30)  # the threads end it before that
-        self._end(said)
+        self._end(said, speaks=True)
 
-    def _end(self, sentence: str) -> NoReturn:
-        if self.process == 0:
-            print_error(sentence)
-            time.sleep(LINGER)
-        sys.stdout.flush()
-        self._keep_silent()
+    def _end(self, sentence: str, *, speaks: bool = False) -> NoReturn:
+        """The end of this process. Process 0 `speaks` for all."""
+        self._ending.acquire()  # by the first thread that comes here
+        with contextlib.suppress(Exception):  # a closed terminal, a full disk
+            self._keep_silent()
+            if self.process == 0 or speaks:
+                print_error(sentence)
+        # Launchers end the other processes when one ends. So the first is not to be too soon.
+        time.sleep(LINGER if self.process == 0 else 2 * POLL)
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
         os._exit(2)
 
     def _keep_silent(self) -> None:
@@ -197,11 +203,21 @@ class _Others:
         with contextlib.suppress(Exception):  # one is late, or already gone
             self._client.wait_at_barrier("gptlite/end", 1000 * END)
         self._parted.set()
-        self._keep_silent()
-        # Process 0 leaves last: without it, JAX would end the others.
-        while self.process == 0 and len(self._client.get_live_nodes([*range(self._count)])) > 1:
-            time.sleep(0.1)
-        jax.distributed.shutdown()
+        with contextlib.suppress(Exception):  # what the process is to say, it has said
+            self._keep_silent()
+            # Process 0 leaves last: without it, JAX would end the others.
+            while self.process == 0 and len(self._client.get_live_nodes([*range(self._count)])) > 1:
+                time.sleep(0.1)
+            jax.distributed.shutdown()
+
+
+def _may_come_from_another(error: BaseException | None) -> bool:
+    """Whether the cause of an error may be that another process is gone."""
+    while error is not None:
+        if not isinstance(error, UserError | OSError) and LOST.search(str(error)):
+            return True
+        error = error.__cause__
+    return False
 
 
 def _runtime() -> tuple[Any, int, int]:
@@ -221,7 +237,8 @@ def publish(sentence: str) -> None:
     """Ends all processes of the run, if there are several, with this error of one. It returns."""
     client, process, processes = _runtime()
     if processes > 1:
-        client.key_value_set(f"{ERRORS}{process}", sentence[:MAX_ERROR], allow_overwrite=True)
+        said = printable(sentence)[:MAX_ERROR]
+        client.key_value_set(f"{ERRORS}{process}", said, allow_overwrite=True)
 
 
 def silence_others() -> None:

@@ -11,10 +11,11 @@ from gptlite.config import MeshConfig, TrainingConfig, UserError
 
 
 def usable_cpu_devices(training: TrainingConfig, mesh: MeshConfig) -> int:
-    """`training.cpu_devices`, reduced so that the devices share a batch evenly."""
+    """As many as `mesh` has, if it says it; else `training.cpu_devices`, reduced so that the
+    devices share a batch evenly."""
     rows = training.batch_size // (training.accumulation or 1)
     sizes = (mesh.data, mesh.fsdp, mesh.tensor)
-    if -1 not in sizes:
+    if -1 not in sizes and math.prod(sizes) <= 1024:
         return math.prod(sizes)
     tensor = max(1, mesh.tensor)
     return tensor * math.gcd(max(1, training.cpu_devices // tensor), rows)

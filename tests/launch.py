@@ -53,6 +53,8 @@ class Processes:
         end = time.monotonic() + seconds
         while words not in self.said(process):
             if time.monotonic() > end or self.all[process].poll() is not None:
+                for other in self.all:
+                    other.kill()
                 raise TimeoutError(f"No {words!r} in:\n{self.said(process)}")
             time.sleep(0.05)
 

@@ -69,6 +69,12 @@ def test_what_only_one_process_finds_wrong_ends_all_with_its_message(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_cluster_of_one_process_is_an_ordinary_run(tmp_path):
+    alone = Processes(tmp_path, ["quick", "--data.corpus", "nowhere.txt"])
+    assert alone.codes() == [2]
+    assert alone.said(0).startswith("error: There is no corpus nowhere.txt")
+
+
 def test_a_killed_process_is_named(tmp_path):
     (tmp_path / "rhyme.txt").write_text(TEXT, encoding="utf-8")
     command = ["quick", "--data.corpus", "rhyme.txt", *SETTINGS, "--run", "long"]

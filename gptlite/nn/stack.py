@@ -156,11 +156,11 @@ class _Recomputed(eqx.Module):
 
     module: Any
 
-    def __call__(self, *inputs: Any, key: PRNGKeyArray | None = None) -> Any:
-        def run(module, *inputs, key):
-            return module(*inputs, key=key)
+    def __call__(self, *inputs: Any, **more: Any) -> Any:
+        def run(module, *inputs, **more):
+            return module(*inputs, **more)
 
-        return eqx.filter_checkpoint(run, prevent_cse=False)(self.module, *inputs, key=key)
+        return eqx.filter_checkpoint(run, prevent_cse=False)(self.module, *inputs, **more)
 
 
 def _run(

@@ -90,7 +90,7 @@ class Checkpoints:
         save = state.async_save
 
         async def async_save(directory: Any, *args: Any, **kwargs: Any) -> Any:
-            return [_Writing(x) for x in await save(directory, *args, **kwargs) or ()]
+            return [_Writing(x, folder) for x in await save(directory, *args, **kwargs) or ()]
 
         state.async_save = async_save  # a subclass would need argument classes of its own
         handlers = {"state": state, "record": ocp.JsonCheckpointHandler()}
@@ -186,15 +186,15 @@ class _Writing:
     """Arrays that are being written. If one of several processes fails, Orbax waits for the others,
     and they for it: so the error is published at once."""
 
-    def __init__(self, future: Any):
-        self._future = future
+    def __init__(self, future: Any, folder: Path):
+        self._future, self._folder = future, folder
 
     def result(self, timeout: float | None = None) -> Any:
         """Waits for the end, as Orbax's futures do."""
         try:
             return self._future.result(timeout)
         except Exception as error:
-            publish(f"A checkpoint cannot be written: {_reason(error)}.")
+            publish(f"A checkpoint in {self._folder} cannot be written: {_reason(error)}.")
             raise
 
 

@@ -19,7 +19,7 @@ from gptlite.text.tokens import Split
 from gptlite.training.fit import DivergenceError, Progress
 from gptlite.training.loss import window_losses
 
-# Tokens in one batch of evaluation. For GPT-2's vocabulary, their logits take 1.6 GB.
+# Tokens in one batch of evaluation.
 TOKENS_PER_BATCH = 8192
 
 

@@ -56,11 +56,12 @@ def window_losses(
     most = max(1, MAX_LOGITS * shards // (batch * len(weight)))
     if seq <= most:
         return losses(hidden, targets), aux_loss
-    positions = max(n for n in range(1, most + 1) if seq % n == 0)
+    count = -(-seq // most)
+    positions = -(-seq // count)
 
-    def parts(x):  # [seq / positions, batch, positions, ...]
-        x = x.reshape(batch, -1, positions, *x.shape[2:])
-        return jnp.swapaxes(x, 0, 1)
+    def parts(x):  # [count, batch, positions, ...], padded at the end
+        x = jnp.pad(x, [(0, 0), (0, count * positions - seq), *[(0, 0)] * (x.ndim - 2)])
+        return jnp.swapaxes(x.reshape(batch, count, positions, *x.shape[2:]), 0, 1)
 
     each = lax.map(lambda part: jax.checkpoint(losses)(*part), (parts(hidden), parts(targets)))
-    return jnp.swapaxes(each, 0, 1).reshape(batch, seq), aux_loss
+    return jnp.swapaxes(each, 0, 1).reshape(batch, -1)[:, :seq], aux_loss

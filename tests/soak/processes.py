@@ -97,7 +97,8 @@ def full_disk(folder: Path) -> None:
     all_ = Processes(folder, *[[*words, *wide]] * 2, program=["-c", program])
     assert all_.codes() == [2, 2], all_.said(0)
     errors = [line for line in all_.said(0).splitlines() if line.startswith("error")]
-    assert errors == ["error: A checkpoint cannot be written: File too large. (process 1)"], errors
+    reason = "cannot be written: File too large. (process 1)"
+    assert errors == [f"error: A checkpoint in runs/full/checkpoints {reason}"], errors
     print(f"a full disk of one: all ended {time.monotonic() - began:.0f} s after the start")
 
 
@@ -136,6 +137,12 @@ def kill_loop(folder: Path, kills: int, processes: int, seed: int) -> None:
         print(f"kill {kill + 1}: process {victim}; others after {took[-1]:.0f} s {codes}: {said}")
         sys.stdout.flush()
         assert 0 not in codes, "the run ended before all kills"
+        if victim:
+            who = ", ".join(str(i) for i in range(1, processes) if codes[i] == -9)
+            assert len(said) == 1, said
+            assert f"{who} of {processes}: not heard of for {missing} s" in said[0], said
+        else:
+            assert "because process 0 is gone" in said[-1], said
     run(folder, processes, command())
     compare(folder)
     print(
