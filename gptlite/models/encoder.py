@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from gptlite.config import ModelConfig
 from gptlite.models.build import make_block
 from gptlite.models.transformer import Transformer
-from gptlite.nn.context import WHOLE_SEQUENCE, Context, PerSequence
+from gptlite.nn.context import Context, PerSequence
 
 
 class Encoder(Transformer):
@@ -40,15 +40,4 @@ class Encoder(Transformer):
     ) -> Float[Array, "*batch seq d_model"]:
         """The first `lengths` ids of a sequence are real (default: all). Padding follows them, and
         does not change their vectors. `key` switches dropout on."""
-        return self.with_aux_loss(ids, Context(lengths=lengths), key=key)[0]
-
-    def with_aux_loss(
-        self,
-        ids: Int[Array, "*batch seq"],
-        context: Context = WHOLE_SEQUENCE,
-        *,
-        key: PRNGKeyArray | None = None,
-    ) -> tuple[Float[Array, "*batch seq d_model"], Float[Array, ""]]:
-        """The output of a call, and what a mixture of experts adds to the training loss."""
-        hidden, _, aux_loss = self._run(ids, None, None, context, key)
-        return hidden, aux_loss
+        return self.hidden(ids, Context(lengths=lengths), key=key)[0]

@@ -94,17 +94,6 @@ class GPT(Transformer):
         hidden, aux_loss = self.hidden(ids, context, key=key)
         return self.logits(hidden), aux_loss
 
-    def hidden(
-        self,
-        ids: Int[Array, "*batch seq"],
-        context: Context = WHOLE_SEQUENCE,
-        *,
-        key: PRNGKeyArray | None = None,
-    ) -> tuple[Float[Array, "*batch seq d_model"], Float[Array, ""]]:
-        """As `with_aux_loss`, with the hidden states that `logits` takes in place of the logits."""
-        hidden, _, aux_loss = self._run(ids, None, None, context, key)
-        return hidden, aux_loss
-
     def extend(
         self, ids: Int[Array, "*batch seq"], cache: Cache, lengths: PerSequence | None = None
     ) -> tuple[Float[Array, "*batch seq d_model"], Cache]:

@@ -99,7 +99,7 @@ class Seq2Seq(eqx.Module):
     ) -> tuple[Float[Array, "*batch seq vocab"], Float[Array, ""]]:
         """The logits, and what mixtures of experts add to the training loss."""
         encoder_key, decoder_key = split_key(key, 2)
-        memory, aux_loss = self._whole_encoder().with_aux_loss(
+        memory, aux_loss = self._whole_encoder().hidden(
             source, Context(lengths=source_lengths), key=encoder_key
         )
         context = Context(lengths=lengths, memory=memory, memory_lengths=source_lengths)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from gptlite.config import ModelConfig
 from gptlite.models.build import embedding_std, make_part, make_positions
 from gptlite.nn.block import drop, split_key
-from gptlite.nn.context import Context
+from gptlite.nn.context import WHOLE_SEQUENCE, Context
 from gptlite.nn.embedding import Embedding
 from gptlite.nn.positions import Learned, NoPositions, Sinusoidal
 from gptlite.nn.stack import Caches, Layers, Stack
@@ -63,6 +63,18 @@ class Transformer(eqx.Module):
         )
         norm_key = jax.random.fold_in(stack_key, config.n_layers)
         self.norm = make_part("norm", config, norm_key) if final_norm else eqx.nn.Identity()
+
+    def hidden(
+        self,
+        ids: Int[Array, "*batch seq"],
+        context: Context = WHOLE_SEQUENCE,
+        *,
+        key: PRNGKeyArray | None = None,
+    ) -> tuple[Float[Array, "*batch seq d_model"], Float[Array, ""]]:
+        """The output of the final norm, and what a mixture of experts adds to the training loss.
+        Every layer is given `context`. `key` switches dropout on."""
+        hidden, _, aux_loss = self._run(ids, None, None, context, key)
+        return hidden, aux_loss
 
     def _run(
         self,

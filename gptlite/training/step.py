@@ -298,7 +298,8 @@ class TrainSteps:
             if any(hasattr(node, "aux_loss") for node in experts):
                 raise UserError(
                     "The model has a mixture of experts, so losses(...) must return a pair, the "
-                    "losses and the auxiliary loss of model.with_aux_loss(...)."
+                    "losses and the auxiliary loss of model.with_aux_loss(...) (of an encoder: "
+                    "model.hidden(...))."
                 )
             found = found, jnp.zeros(())
         losses, aux_loss = found
