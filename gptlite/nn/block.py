@@ -225,13 +225,14 @@ def checked(part: Any, out: Any, x: Array, *names: str) -> Any:
     **Raises:** `UserError` (while tracing) if it is not a tuple of the values `names` (a single
     value, if there is one name), of which the first has the shape of `x`.
     """
+    name = type(getattr(part, "recomputed", part)).__name__  # see `Stack`
     if len(names) > 1 and not (isinstance(out, tuple) and len(out) == len(names)):
-        raise UserError(f"{type(part).__name__} must return ({', '.join(names)}).")
+        raise UserError(f"{name} must return ({', '.join(names)}).")
     y: Any = out if len(names) == 1 else out[0]
     shape = jnp.shape(y)
     if shape != x.shape:
         raise UserError(
-            f"{type(part).__name__} must return the shape of its input: it returned {list(shape)} "
-            f"for {list(x.shape)}."
+            f"{name} must return the shape of its input: it returned {list(shape)} for "
+            f"{list(x.shape)}."
         )
     return out

@@ -154,13 +154,13 @@ class Stack(eqx.Module):
 class _Recomputed(eqx.Module):
     """A module that keeps nothing for its gradient but its inputs."""
 
-    module: Any
+    recomputed: Any
 
     def __call__(self, *inputs: Any, **more: Any) -> Any:
         def run(module, *inputs, **more):
             return module(*inputs, **more)
 
-        return eqx.filter_checkpoint(run, prevent_cse=False)(self.module, *inputs, **more)
+        return eqx.filter_checkpoint(run, prevent_cse=False)(self.recomputed, *inputs, **more)
 
 
 def _run(

@@ -59,7 +59,7 @@ def test_dropout_needs_a_key_and_is_a_function_of_it(which):
     assert not np.allclose(forward(model, IDS, a), forward(model, IDS, b))
 
 
-@pytest.mark.parametrize("stack", ["unrolled", "scan"])
+@pytest.mark.parametrize("how", [{"stack": "unrolled"}, {"stack": "scan"}, {"remat": "attention"}])
 @pytest.mark.parametrize(
     ("knob", "output", "words"),
     [
@@ -74,7 +74,10 @@ def test_dropout_needs_a_key_and_is_a_function_of_it(which):
         ("block", lambda x: (x[:, :1], None, 0.0), r"returned \[3, 1, 16\] for \[3, 12, 16\]"),
     ],
 )
-def test_outputs_that_would_broadcast_are_refused(stack, knob, output, words):
+def test_outputs_that_would_broadcast_are_refused(how, knob, output, words):
+    if "remat" in how and knob == "block":
+        words = "remat attention needs a block with an `attention`: Own has none"
+
     class Own(eqx.Module):
         def __init__(self, config, *, key):
             pass
@@ -83,7 +86,7 @@ def test_outputs_that_would_broadcast_are_refused(stack, knob, output, words):
             return output(x)
 
     with pytest.raises(UserError, match=words):
-        eqx.filter_eval_shape(tiny_model(**{knob: Own, "stack": stack}), IDS)
+        eqx.filter_eval_shape(tiny_model(**{knob: Own}, **how), IDS)
 
 
 def test_padded_ids_are_never_predicted():
