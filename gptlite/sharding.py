@@ -182,9 +182,14 @@ def local(tree: T) -> T:
     return jax.tree.map(lambda x: x.addressable_data(0) if isinstance(x, jax.Array) else x, tree)
 
 
+def is_local(x: Array) -> bool:
+    """Whether the devices of this process have all of `x`."""
+    return x.is_fully_replicated or x.is_fully_addressable
+
+
 def whole(x: Array) -> np.ndarray:
     """`x` in host memory, gathered from all processes."""
-    if x.is_fully_replicated or x.is_fully_addressable:
+    if is_local(x):
         return np.asarray(x)
     return multihost_utils.process_allgather(x, tiled=True)
 

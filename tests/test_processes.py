@@ -1,8 +1,6 @@
 """Several processes on this machine that train one run, and what each of them has."""
 
-import json
 import signal
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,15 +8,13 @@ import pytest
 from conftest import TEXT, run_script
 from hypothesis import given, settings, strategies as st
 from launch import SETTINGS, Processes
+from safetensors.numpy import load_file
+from soak.kill_loop import arrays, metrics
 
 from gptlite.config import DistributedConfig, UserError
 from gptlite.runs.checkpoints import survey
 from gptlite.sharding import local_rows, make_mesh, place
 from gptlite.text.batches import Batches
-
-
-def metrics(run: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").open()]
 
 
 def test_two_processes_train_what_one_does_until_one_is_told_to_stop(tmp_path):
@@ -31,6 +27,7 @@ def test_two_processes_train_what_one_does_until_one_is_told_to_stop(tmp_path):
     done = run_script("train.py", *command, *steps, "--run", "one", folder=tmp_path)
     assert done.code == 0, done.err
     steps = ["--training.steps", "1000000", "--run", "two", "--mesh.fsdp", "2"]
+    steps += ["--model.stack", "scan"]
     processes = Processes(tmp_path, *[[*command, *steps]] * 2)
     processes.wait_for("validation loss")
     processes.wait_for("step       4")
@@ -43,6 +40,11 @@ def test_two_processes_train_what_one_does_until_one_is_told_to_stop(tmp_path):
         for loss in wanted.keys() & {"train_loss", "val_loss", "grad_norm"}:
             np.testing.assert_allclose(line[loss], wanted[loss], rtol=1e-5)
     assert f"stopped at step {len(two)} of 1000000" in processes.said(0)
+    # The weights were gathered from all processes, the checkpoint was written by each.
+    run = tmp_path / "runs" / "two"
+    checkpoint = arrays(run / "checkpoints" / str(len(two)) / "state")
+    for name, found in load_file(run / "last.safetensors").items():
+        np.testing.assert_array_equal(found, checkpoint[f"model.{name}"])
     more = ["--resume", "two", "--data.corpus", "rhyme.txt"]
     more += ["--training.steps", str(len(two) + 2), "--mesh.fsdp", "1", "--mesh.tensor"]
     done = run_script("train.py", *more, "2", folder=tmp_path)

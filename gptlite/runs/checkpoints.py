@@ -194,7 +194,10 @@ class _Writing:
         try:
             return self._future.result(timeout)
         except Exception as error:
-            publish(f"A checkpoint in {self._folder} cannot be written: {_reason(error)}.")
+            publish(
+                f"A checkpoint in {self._folder} cannot be written: {_reason(error)}. Resume the "
+                "run with --resume."
+            )
             raise
 
 

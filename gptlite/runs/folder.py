@@ -55,7 +55,7 @@ from gptlite.runs.saved_config import (
 )
 from gptlite.runs.weights import (
     Evaluated,
-    named_arrays,
+    gather_to_first,
     read_evaluated,
     save_weights,
 )
@@ -313,7 +313,7 @@ class RunFolder:
             folder, keep = self.path / "checkpoints", self._config.training.keep
             self._checkpoints = Checkpoints(folder, keep, self._save_weights)
         self._checkpoints.wait()  # `_save_weights` is done with the weights before
-        weights = named_arrays(progress.state.model)
+        weights = gather_to_first(progress.state.model)
         if is_first():
             self._weights = [("last", weights, Evaluated(step))]
             if self.best is not None and self.best.step == step:
@@ -374,6 +374,7 @@ class RunFolder:
             if isinstance(error, DivergenceError):
                 if is_first():
                     self._save_diverged(error, tokenizer)
+                wait_for_first("nonfinite.json")  # an error of another process would end it
                 # Resumed with the same settings, it would diverge again.
                 skip = ["--training.on-nonfinite", "skip"]
                 hint = "" if error.batch is None else self.resume_hint(skip)

@@ -17,9 +17,10 @@ from safetensors import SafetensorError
 from gptlite.config import UserError
 from gptlite.files import is_plausible, read_bounded, write_atomically
 from gptlite.models.gpt import GPT
-from gptlite.pytrees import is_array, path_name, size_of
+from gptlite.processes import is_first
+from gptlite.pytrees import is_array, is_stacked, path_name, size_of
 from gptlite.runtime import require_memory
-from gptlite.sharding import whole
+from gptlite.sharding import is_local, whole
 
 T = TypeVar("T")
 
@@ -51,6 +52,25 @@ def named_leaves(tree: PyTree) -> dict[str, Any]:
 def named_arrays(tree: PyTree) -> dict[str, np.ndarray]:
     """`named_leaves`, whole, in host memory. Every process must call this."""
     return {name: whole(leaf) for name, leaf in named_leaves(tree).items()}
+
+
+def gather_to_first(tree: PyTree) -> dict[str, np.ndarray]:
+    """`named_arrays`, in the first process; nothing in the others. Every process must call this.
+
+    On their way, each device holds a whole array, or one layer's part of it."""
+    found = {}
+    for name, leaf in named_leaves(tree).items():
+        if is_local(leaf) or not is_stacked(name):
+            array = whole(leaf)
+        else:
+            array = np.empty(leaf.shape, leaf.dtype) if is_first() else None
+            for layer in range(len(leaf)):
+                part = whole(leaf[layer])
+                if array is not None:
+                    array[layer] = part
+        if is_first():
+            found[name] = array
+    return found
 
 
 def fill(skeleton: T, arrays: dict[str, Any], source: str) -> T:

@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 
 from gptlite.config import TrainingConfig, UserError, require
 from gptlite.processes import largest
-from gptlite.sharding import local
+from gptlite.sharding import local, place_batches, whole
 from gptlite.training.step import StepMetrics, TrainState, TrainSteps
 
 # A stop is possible only between dispatches. So steps that take longer than this in total are
@@ -182,7 +182,10 @@ def _diverged(
         "grad_norm": float(metrics.grad_norm[..., bad].mean()),
         "learning_rate": train_steps.learning_rate(step + bad - skipped),
     }
-    return DivergenceError(report, jax.tree.map(operator.itemgetter(bad), batches))
+    at = jax.tree.map(lambda x: x[bad : bad + 1], batches)
+    # Each of several processes has read its own rows.
+    all_rows = jax.tree.map(whole, place_batches(at, train_steps.mesh))
+    return DivergenceError(report, jax.tree.map(operator.itemgetter(0), all_rows))
 
 
 def _next_log_step(step: int, training: TrainingConfig) -> int:

@@ -174,7 +174,7 @@ def main() -> None:
             for command in filter(None, map(shrink, commands(text))):
                 if command not in measured:
                     run(command, folder)
-                if "benchmarks/" in command:  # needs nothing of its page
+                if "benchmarks/" in command or "soak/" in command:  # needs nothing of its page
                     measured.add(command)
             blocks = re.findall(r"```py\n(.*?)```", text, flags=re.DOTALL)
             if blocks:

@@ -1,5 +1,6 @@
-"""Several processes that train one run on this machine: their losses on all meshes, a fault of one
-host's disk, and kills of a random process at random moments, inside and between saves.
+"""Several processes that train one run on this machine: their losses on all meshes and under Open
+MPI, a file of ids that one makes for all, a loss that is not finite, a fault of one host's disk,
+and kills of a random process at random moments, inside and between saves.
 
     python tests/soak/processes.py --kills 20
 
@@ -8,7 +9,9 @@ The suite runs the shortest of these (tests/test_processes.py).
 
 import argparse
 import json
+import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -97,9 +100,94 @@ def full_disk(folder: Path) -> None:
     all_ = Processes(folder, *[[*words, *wide]] * 2, program=["-c", program])
     assert all_.codes() == [2, 2], all_.said(0)
     errors = [line for line in all_.said(0).splitlines() if line.startswith("error")]
-    reason = "cannot be written: File too large. (process 1)"
+    reason = "cannot be written: File too large. Resume the run with --resume. (process 1)"
     assert errors == [f"error: A checkpoint in runs/full/checkpoints {reason}"], errors
     print(f"a full disk of one: all ended {time.monotonic() - began:.0f} s after the start")
+
+
+def divergence(folder: Path) -> None:
+    """**Raises:** `AssertionError` unless all end with one message, and the whole batch is kept."""
+    from launch import SETTINGS, Processes
+
+    words = ["quick", *CORPUS, *SETTINGS, "--training.steps", "12", "--mesh.fsdp", "2"]
+    words += ["--optimizer.schedule", "linear", "--optimizer.learning-rate", "1e25", "--run"]
+    command = [sys.executable, str(ROOT / "train.py"), *words, "diverged"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    all_ = Processes(folder, *[[*words, "diverged-2"]] * 2)
+    assert all_.codes() == [2, 2], all_.said(0)
+    errors = [line for line in all_.said(0).splitlines() if line.startswith("error")]
+    assert len(errors) == 1, errors
+    assert errors[0].startswith("error: Training has diverged at step "), errors
+    reports = [
+        json.loads((folder / "runs" / name / "nonfinite.json").read_text())
+        for name in ("diverged", "diverged-2")
+    ]
+    for what in ("step", "ids", "text"):
+        assert reports[0][what] == reports[1][what]
+    print(f"divergence: all ended with one message, and {len(reports[1]['ids'])} rows are kept")
+
+
+# A text of more than 100 characters goes to a file, which takes three seconds.
+TOKEN_FILE = """
+import functools, pathlib, time
+import train
+from gptlite.text import tokens
+write = tokens._write
+def slow(*arguments):
+    with open("writes.txt", "a") as file:
+        file.write("written\\n")
+    time.sleep(3)
+    write(*arguments)
+tokens._write = slow
+tokens.split_corpus = functools.partial(
+    tokens.split_corpus, in_memory=100, folder=pathlib.Path("tokens")
+)
+train.main()
+"""
+
+
+def token_files(folder: Path) -> None:
+    """**Raises:** `AssertionError` unless one of the processes makes the file of ids, for all."""
+    from launch import SETTINGS, Processes
+
+    words = ["quick", *CORPUS, *SETTINGS, "--training.steps", "4", "--run", "from-file"]
+    all_ = Processes(folder, *[words] * 4, program=["-c", TOKEN_FILE])
+    assert all_.codes() == [0] * 4, all_.said(0)
+    assert (folder / "writes.txt").read_text() == "written\n"
+    assert len(list((folder / "tokens").glob("*.ids"))) == 1
+    print("4 processes: one has made the file of ids, the others have waited for it", flush=True)
+
+
+def open_mpi(folder: Path) -> None:
+    """**Raises:** `AssertionError` unless `mpirun` trains what one process does, and says an error
+    once."""
+    from launch import SETTINGS
+
+    if shutil.which("mpirun") is None:
+        print("mpirun is not installed: Open MPI is not tried")
+        return
+
+    def mpirun(*words: str) -> subprocess.CompletedProcess[str]:
+        command = ["mpirun", "-n", "2", "--allow-run-as-root", "--oversubscribe", sys.executable]
+        return subprocess.run(
+            [*command, str(ROOT / "train.py"), "quick", *words],
+            cwd=folder,
+            env=os.environ | {"JAX_NUM_CPU_DEVICES": "1"},
+            capture_output=True,
+            text=True,
+        )
+
+    words = [*CORPUS, *SETTINGS, "--training.steps", "12", "--run"]
+    run(folder, 1, ["quick", *words, "alone"])
+    done = mpirun(*words, "mpi")
+    assert done.returncode == 0, done.stderr
+    found = difference(folder, "mpi", "alone")
+    print(f"Open MPI: relative difference {found:.1e}", flush=True)
+    assert found < 1e-5
+    done = mpirun("--data.corpus", "nowhere.txt")
+    assert done.returncode == 2, done
+    assert done.stderr.count("error: There is no corpus nowhere.txt") == 1, done.stderr
 
 
 def kill_loop(folder: Path, kills: int, processes: int, seed: int) -> None:
@@ -164,7 +252,10 @@ def main() -> None:
         folder = Path(name)
         (folder / "text.txt").write_text(TEXT)
         meshes(folder)
+        open_mpi(folder)
         full_disk(folder)
+        divergence(folder)
+        token_files(folder)
         kill_loop(folder, arguments.kills, arguments.processes, arguments.seed)
 
 

@@ -84,6 +84,13 @@ def main() -> None:
         (found,) = re.findall(r"stopped at step (\d+) of", said)
         assert f", from step {found}" in said
         print(f"resumed from step {found} after a requeue, and done")
+        # An error is said once, whoever finds it first.
+        command = ["srun", "-n", "2", sys.executable, str(ROOT / "train.py"), "quick"]
+        command += ["--data.corpus", "nowhere.txt"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 2, done
+        assert done.stderr.count("error: There is no corpus nowhere.txt") == 1, done.stderr
+        print("an error under srun ends both tasks, with one message")
 
 
 if __name__ == "__main__":
