@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import io
 import os
 import re
@@ -30,12 +31,12 @@ SHARED = ROOT.parent / "shared"
 if (SHARED / "tiktoken_cache").is_dir():
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
 
-# Compiling dominates the tests, so XLA's code generator runs at level 0 and, in versions that have
-# another one, without the one for fused operations, which takes two thirds of the time. JAX reads
-# this at its first computation.
+# Compiling dominates the tests, so XLA's code generator runs at level 0, on one thread and, in
+# versions that have another one, without the one for fused operations, which takes two thirds of
+# the time. JAX reads this at its first computation.
 FLAGS = "--xla_backend_optimization_level=0"
 if jax.__version_info__ < (0, 11):
-    FLAGS += " --xla_cpu_use_fusion_emitters=false"
+    FLAGS += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 os.environ.setdefault("XLA_FLAGS", FLAGS)
 
 # On the CPU, also where there is a GPU: the exact comparisons are made for it. (JAX is imported
@@ -50,6 +51,9 @@ jax.config.update("jax_num_cpu_devices", int(os.environ["JAX_NUM_CPU_DEVICES"]))
 # The processes share compiled programs, which are not kept.
 COMPILED = tempfile.TemporaryDirectory(prefix="gptlite-tests-")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", COMPILED.name)
+
+# Half of the time is tracing, in Python, of which the search for garbage would take a tenth.
+gc.set_threshold(200_000, 20, 100)
 
 # Background jobs and `nohup` ignore these signals, and child processes would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -199,6 +203,8 @@ def run_script(name: str, *words: str, folder: Path, stdin: str = "") -> SimpleN
             runpy.run_path(str(ROOT / name), run_name="__main__")
         except SystemExit as stop:
             code = stop.code or 0
+    # Scripts keep small programs, too. Writing those of all later tests takes longer than it saves.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
     return SimpleNamespace(code=code, out=out.getvalue(), err=err.getvalue())
 
 
