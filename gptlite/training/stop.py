@@ -4,8 +4,12 @@ import contextlib
 import os
 import signal
 import threading
+from typing import no_type_check
 
 
+# A handler must not be checked: beartype makes a check when a function is first called, and holds a
+# lock meanwhile. A signal that came then would wait for that lock for ever.
+@no_type_check
 class Stop:
     """A context manager. Inside, the first of these signals sets a flag, so that the loop can end
     after the next dispatch; the second does what it would do outside: so the second Ctrl-C raises

@@ -97,3 +97,9 @@ def test_signal_handlers_are_restored():
     assert signal.getsignal(signal.SIGINT) is before
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+
+
+def test_nothing_that_a_signal_calls_is_checked():
+    """A check is made under a lock, in which the signal may have come."""
+    for function in (Stop._set, Stop.__exit__, vars(Stop)["requested"].fget):
+        assert not hasattr(function, "__wrapped__")
