@@ -8,7 +8,7 @@ import shlex
 import sys
 import time
 
-from gptlite.cli import TrainArguments, exit_on_error, parse_train
+from gptlite.cli import TrainArguments, exit_on_error, parse_train, settings
 from gptlite.processes import (
     check_same,
     count,
@@ -61,6 +61,7 @@ def train(arguments: TrainArguments) -> None:
     training, mesh_config = arguments.config.training, arguments.config.mesh
     resuming = arguments.resume is not None
     silence_others()
+    check_same("settings", settings(arguments))
     if resuming:
         path = find_run(arguments.resume)
     else:
@@ -89,7 +90,7 @@ def train(arguments: TrainArguments) -> None:
         else:
             tokenizer = make_tokenizer(config.data.tokenizer, corpus.alphabet)
         split = split_corpus(corpus, tokenizer, config.data.validation_tokens)
-        check_same("corpora, with the sha256", corpus.sha256)
+        check_same("corpora", {"the sha256": corpus.sha256})
         log(
             f"{corpus.name}: {len(split.train):,} training tokens, {len(split.validation):,} "
             f"validation tokens, vocabulary {tokenizer.vocab_size:,}"
@@ -117,7 +118,7 @@ def train(arguments: TrainArguments) -> None:
         if resuming:
             checkpoint = run.find_checkpoint(skeleton, config, corpus.sha256)
             state, start_at = checkpoint.state, checkpoint.record.position
-            check_same("checkpoints, of step", str(start_at.step))
+            check_same("checkpoints", {"the step": str(start_at.step)})
         elif source is not None:
             weights = f"The weights of {training.init_from}"
             state = train_steps.init(fill(shapes, named_arrays(source.model), weights))

@@ -244,6 +244,17 @@ def parse_train(argv: Sequence[str]) -> TrainArguments:
     return arguments
 
 
+def settings(arguments: TrainArguments) -> dict[str, str]:
+    """What all processes of a run must have been given alike, by name. The corpus may lie in
+    different places: its checksum is compared."""
+    names = ("run", "overwrite", "resume", "summary")
+    found = {name: str(getattr(arguments, name)) for name in names}
+    for section, fields in vars(arguments.config).items():
+        found |= {f"{section}.{name}": str(value) for name, value in vars(fields).items()}
+    del found["data.corpus"]
+    return found
+
+
 def _without_custom(saved: Config) -> Config:
     """`saved` with a placeholder for each custom block, so that one that is not named again is
     noticed. (A run may come from a stranger.)"""

@@ -437,7 +437,8 @@ class MeshConfig:
     may be -1, what the others leave. The batch is divided among groups of `tensor` devices."""
 
     data: Annotated[int, Between(-1, MAX_INT32)] = -1
-    """Groups of fsdp times tensor devices, each with all parameters, and rows of its own."""
+    """Groups of fsdp times tensor devices, each with all parameters, and rows of its own. To be
+    given if another one of the three is -1."""
 
     fsdp: Annotated[int, Between(-1, MAX_INT32)] = 1
     """Devices that share a batch, each with a part of every matrix, gathered layer by layer. For
@@ -452,7 +453,8 @@ class MeshConfig:
         require(
             0 not in sizes and sizes.count(-1) <= 1,
             "mesh.data, mesh.fsdp and mesh.tensor are numbers of devices, and one of them may be "
-            f"-1, got {self.data}, {self.fsdp} and {self.tensor}.",
+            "-1 (mesh.data is, unless it is given), got "
+            f"{self.data}, {self.fsdp} and {self.tensor}.",
         )
 
     def shape(self, devices: int) -> tuple[int, int, int]:
@@ -460,14 +462,15 @@ class MeshConfig:
 
         **Raises:** `UserError` if these are too many or too few.
         """
-        sizes = [self.data, self.fsdp, self.tensor]
+        sizes, must = [self.data, self.fsdp, self.tensor], "must be it"
         if -1 in sizes:
             sizes[sizes.index(-1)] = max(1, devices // -math.prod(sizes))
+            must = "of those that are not -1 must divide it"
         require(
             math.prod(sizes) == devices,
             f"mesh.data {self.data}, mesh.fsdp {self.fsdp} and mesh.tensor {self.tensor} do not "
-            f"make up the number of devices, {devices}"
-            + (": their product must divide it." if -1 in vars(self).values() else "."),
+            f"make up the number of devices, {devices}: the product {must} (on a CPU, "
+            "--training.cpu-devices says how many there are).",
         )
         return sizes[0], sizes[1], sizes[2]
 
@@ -475,8 +478,8 @@ class MeshConfig:
 @dataclass(frozen=True)
 class DistributedConfig:
     """Several processes that train one run. Each is started with the same command, but for
-    --distributed.process. Under SLURM (srun), Open MPI and on TPUs, JAX finds all of this by
-    itself."""
+    --distributed.process, and with the same folder, which they share. Under SLURM (srun), Open MPI
+    and on TPUs, JAX finds all of this by itself."""
 
     coordinator: str | None = None
     """HOST:PORT, a free port of the machine of process 0, which all processes can reach."""
@@ -502,8 +505,13 @@ class DistributedConfig:
             "together: give all three, or none.",
         )
         require(
-            self.coordinator is None or re.fullmatch(r"\S+:\d+", self.coordinator) is not None,
-            f"distributed.coordinator must be HOST:PORT, got {self.coordinator!r}.",
+            self.coordinator is None
+            or (
+                re.fullmatch(r"\S+:\d{1,5}", self.coordinator) is not None
+                and 0 < int(self.coordinator.rpartition(":")[2]) < 2**16
+            ),
+            "distributed.coordinator must be HOST:PORT, with a port from 1 to 65535, got "
+            f"{self.coordinator!r}.",
         )
         require(
             (self.process or 0) < (self.processes or 1),

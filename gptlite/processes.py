@@ -5,14 +5,17 @@ them ends all, with one message.
 """
 
 import contextlib
+import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -24,12 +27,15 @@ ERRORS = "gptlite/errors/"
 # Characters of such an error.
 MAX_ERROR = 2000
 # What an error says that may have its cause in another process.
-LOST = re.compile("Gloo|NCCL|[Bb]arrier|coordination|UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED")
+LOST = re.compile(
+    "Gloo|NCCL|[Bb]arrier|[Cc]oordination ?[Ss]ervice|DEADLINE_EXCEEDED|UNAVAILABLE|ABORTED"
+)
+RESUME = "If the run was saved, resume it with --resume, in every process."
 # Seconds between two looks at the others; and that process 0, whose end would end the others
 # without a message, outlives an error.
 POLL, LINGER = 1.0, 4.0
-# Seconds that a process which is done waits for the others.
-END = 600
+# Seconds that a process waits for the others when it is done, and for what process 0 finds out.
+END, FIRST = 600, 3600
 
 
 @contextlib.contextmanager
@@ -37,21 +43,30 @@ def joined(distributed: DistributedConfig, *, debug: bool = False) -> Iterator[N
     """Joins the other processes of a run, if there are any. To be entered before JAX computes.
 
     An error inside ends all processes, with code 2 and one message, by process 0. So does a process
-    that is not heard of for `distributed.missing_seconds`. All must leave together.
+    that is not heard of for `distributed.missing_seconds`. All must leave together. A signal to
+    stop is such an error, too, unless what is inside has a handler of its own.
 
-    **Raises:** `UserError` if process 0 does not answer in time.
+    **Raises:** `UserError` if process 0 cannot listen, or does not answer in time.
     """
     _connect(distributed)
     if count() == 1:
         yield
         return
     others = _Others(distributed.missing_seconds)
+    for name in ("SIGTERM", "SIGHUP"):  # as Ctrl-C does
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, _interrupt)
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
         others.fail(error, debug)
     finally:  # also when a signal has stopped all of them
         others.part()
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt(number)
 
 
 def _connect(distributed: DistributedConfig) -> None:
@@ -61,9 +76,14 @@ def _connect(distributed: DistributedConfig) -> None:
     jax.config.update("jax_enable_recoverability", True)
     # It would take SIGTERM for itself.
     jax.config.update("jax_enable_preemption_service", False)
+    # It tries what it knows, in this order; the run is an ordinary one if it finds nothing.
+    warnings.filterwarnings("ignore", "Kubernetes environment detected")
     seconds, process = distributed.connect_seconds, distributed.process
-    if distributed.coordinator is not None and process:
-        _wait_for(distributed.coordinator, seconds)
+    if distributed.coordinator is not None:
+        if process:
+            _wait_for(distributed.coordinator, seconds)
+        else:
+            _check_port(distributed.coordinator)
     # JAX would end the process with a stack trace.
     timer = threading.Timer(seconds, _nobody, [distributed])
     timer.daemon = True
@@ -83,6 +103,19 @@ def _connect(distributed: DistributedConfig) -> None:
             raise UserError(f"The processes of the run cannot be joined: {error}") from error
     finally:
         timer.cancel()
+
+
+def _check_port(address: str) -> None:
+    """**Raises:** `UserError` if process 0 cannot listen there, which would crash JAX."""
+    port = int(address.rpartition(":")[2])
+    try:
+        with socket.create_server(("", port)):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"Process 0 cannot listen at port {port} of --distributed.coordinator "
+            f"({error.strerror or error}): choose another port."
+        ) from error
 
 
 def _wait_for(address: str, seconds: float) -> None:
@@ -108,10 +141,11 @@ def _wait_for(address: str, seconds: float) -> None:
 
 def _nobody(distributed: DistributedConfig) -> NoReturn:
     count = "" if distributed.processes is None else f"{distributed.processes} "
+    where = "" if distributed.coordinator is None else f" at {distributed.coordinator}"
     print_error(
         f"Not all of the {count}processes of the run have come after "
         f"{distributed.connect_seconds} s (--distributed.connect-seconds): see that each one is "
-        "started, and can reach process 0."
+        f"started, and can reach process 0{where}."
     )
     os._exit(2)
 
@@ -130,7 +164,7 @@ class _Others:
         words = (
             f"error: process {self.process} was killed, or ended by JAX because "
             f"{'process 0' if self.process else 'another one'} is gone or cannot be reached. "
-            "Resume the run with --resume."
+            f"{RESUME}"
         )
         with contextlib.suppress(OSError):  # there is no shell
             self._last_words = subprocess.Popen(
@@ -149,12 +183,12 @@ class _Others:
     def _look_for_errors(self) -> None:
         found = self._client.key_value_dir_get(ERRORS)
         if found:
-            key, said = min(found)
-            process = key.rpartition("/")[2]
-            self._end(said if process == "0" else f"{said} (process {process})")
+            key, value = min(found)
+            process, (code, said) = key.rpartition("/")[2], value.split(" ", 1)
+            self._end(said if process == "0" else f"{said} (process {process})", int(code))
 
     def _look_for_silence(self) -> None:
-        # It returns when all living processes have asked.
+        # It returns when all living processes have asked. So this look has a thread of its own.
         living = self._client.get_live_nodes(list(range(self._count)))
         silent = [str(i) for i in range(self._count) if i not in living]
         # Those that are done are silent, too.
@@ -162,12 +196,15 @@ class _Others:
             self._end(
                 f"{'Process' if len(silent) == 1 else 'Processes'} {', '.join(silent)} of "
                 f"{self._count}: not heard of for {self._missing_seconds} s "
-                "(--distributed.missing-seconds). Resume the run with --resume."
+                f"(--distributed.missing-seconds). {RESUME}"
             )
 
     def fail(self, error: BaseException, debug: bool) -> NoReturn:
         """The end of all processes, because of `error` in this one."""
-        sentence = sentence_of(error)
+        sentence, code = sentence_of(error), 2
+        if isinstance(error, KeyboardInterrupt):
+            sentence = "stopped by a signal, before training began or after its end"
+            code = 128 + (error.args[0] if error.args else signal.SIGINT)
         said = f"{type(error).__name__}: {error}" if sentence is None else sentence
         if _may_come_from_another(error):
             log("the connection to another process is lost; waiting until it is known to which")
@@ -175,11 +212,11 @@ class _Others:
         if debug or sentence is None:
             print(printable(traceback.format_exc()), end="", file=sys.stderr)
         with contextlib.suppress(Exception):
-            publish(said)
+            publish(said, code)
             time.sleep(30)  # the threads end it before that
-        self._end(said, speaks=True)
+        self._end(said, code, speaks=True)
 
-    def _end(self, sentence: str, *, speaks: bool = False) -> NoReturn:
+    def _end(self, sentence: str, code: int = 2, *, speaks: bool = False) -> NoReturn:
         """The end of this process. Process 0 `speaks` for all."""
         self._ending.acquire()  # by the first thread that comes here
         with contextlib.suppress(Exception):  # a closed terminal, a full disk
@@ -190,7 +227,7 @@ class _Others:
         time.sleep(LINGER if self.process == 0 else 2 * POLL)
         with contextlib.suppress(Exception):
             sys.stdout.flush()
-        os._exit(2)
+        os._exit(code)
 
     def _keep_silent(self) -> None:
         if self._last_words is not None:
@@ -233,11 +270,12 @@ def count() -> int:
     return _runtime()[2]
 
 
-def publish(sentence: str) -> None:
-    """Ends all processes of the run, if there are several, with this error of one. It returns."""
+def publish(sentence: str, code: int = 2) -> None:
+    """Ends all processes of the run, if there are several, with this error of one, and with this
+    exit code. It returns."""
     client, process, processes = _runtime()
     if processes > 1:
-        said = printable(sentence)[:MAX_ERROR]
+        said = f"{code} {printable(sentence)[:MAX_ERROR]}"
         client.key_value_set(f"{ERRORS}{process}", said, allow_overwrite=True)
 
 
@@ -279,11 +317,19 @@ def of_first(what: str, value: str) -> str:
     if process == 0:
         client.key_value_set(f"gptlite/{what}", value)
         return value
-    return client.blocking_key_value_get(f"gptlite/{what}", 1000 * END)
+    return client.blocking_key_value_get(f"gptlite/{what}", 1000 * FIRST)
 
 
-def check_same(what: str, value: str) -> None:
-    """**Raises:** `UserError` if `value` is not that of process 0. Every process must call this."""
-    first = of_first(what, value)
-    if first != value:
-        raise UserError(f"The processes have different {what}: process 0 {first}, this {value}.")
+def check_same(what: str, values: dict[str, str]) -> None:
+    """Every process must call this, once for each `what`.
+
+    **Raises:** `UserError` if one of the values is not that of process 0.
+    """
+    first, process = json.loads(of_first(what, json.dumps(values))), _runtime()[1]
+    differing = [
+        f"{name} is {first.get(name)} in process 0, and {value} in process {process}"
+        for name, value in values.items()
+        if first.get(name) != value
+    ]
+    if differing:
+        raise UserError(f"The processes have different {what}: {'; '.join(differing)}.")

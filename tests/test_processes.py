@@ -1,6 +1,7 @@
 """Several processes on this machine that train one run, and what each of them has."""
 
 import signal
+import socket
 
 import jax.numpy as jnp
 import numpy as np
@@ -65,10 +66,50 @@ def test_what_only_one_process_finds_wrong_ends_all_with_its_message(tmp_path):
     assert processes.codes() == [2, 2], processes.said(0)
     errors = [line for line in processes.said(0).splitlines() if "error" in line]
     assert len(errors) == 1
-    assert errors[0].startswith("error: The processes have different corpora")
+    assert errors[0].startswith("error: The processes have different corpora: the sha256 is ")
     assert errors[0].endswith("(process 1)")
     assert processes.said(1) == ""
     assert not (tmp_path / "runs").exists()
+
+
+def test_processes_that_were_given_different_settings_end_before_they_train(tmp_path):
+    (tmp_path / "rhyme.txt").write_text(TEXT, encoding="utf-8")
+    words = ["quick", "--data.corpus", "rhyme.txt", "--optimizer.learning-rate"]
+    processes = Processes(tmp_path, [*words, "0.01"], [*words, "0.02", "--run", "other"])
+    assert processes.codes() == [2, 2], processes.said(0)
+    errors = [line for line in processes.said(0).splitlines() if "error" in line]
+    assert errors == [
+        "error: The processes have different settings: run is None in process 0, and other in "
+        "process 1; optimizer.learning_rate is 0.01 in process 0, and 0.02 in process 1. "
+        "(process 1)"
+    ]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_signal_before_training_ends_all_processes(tmp_path):
+    program = (
+        "import signal, sys, time\n"
+        "import train\n"
+        "def wait(arguments):\n"
+        "    if sys.argv[-1] == '1':\n"
+        "        signal.raise_signal(signal.SIGTERM)\n"
+        "    time.sleep(60)\n"
+        "train.train = wait\n"
+        "train.main()"
+    )
+    processes = Processes(tmp_path, ["quick"], ["quick"], program=["-c", program])
+    assert processes.codes() == [128 + signal.SIGTERM] * 2, processes.said(0)
+    assert "error: stopped by a signal" in processes.said(0)
+
+
+def test_a_port_that_is_taken_is_refused(tmp_path):
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        words = f"--distributed.coordinator 127.0.0.1:{port} --distributed.processes 2"
+        words += " --distributed.process 0"
+        done = run_script("train.py", *words.split(), folder=tmp_path)
+    assert done.code == 2
+    assert f"error: Process 0 cannot listen at port {port} of --distributed.co" in done.err
 
 
 def test_a_cluster_of_one_process_is_an_ordinary_run(tmp_path):
@@ -92,7 +133,8 @@ def test_a_killed_process_is_named(tmp_path):
     ("fields", "words"),
     [
         ({"processes": 2}, "give all three, or none"),
-        ({"coordinator": "here", "processes": 2, "process": 0}, "must be HOST:PORT, got 'here'"),
+        ({"coordinator": "here", "processes": 2, "process": 0}, "must be HOST:PORT, .* got 'here'"),
+        ({"coordinator": "a:0", "processes": 2, "process": 0}, "a port from 1 to 65535"),
         ({"coordinator": "a:1", "processes": 2, "process": 2}, "below distributed.processes, 2"),
         ({"missing_seconds": 0}, "missing_seconds must be at least 1"),
     ],

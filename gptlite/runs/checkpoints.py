@@ -30,7 +30,7 @@ from jaxtyping import Array, UInt32
 
 from gptlite.config import UserError, check_value, require
 from gptlite.files import is_plausible
-from gptlite.processes import publish
+from gptlite.processes import RESUME, publish
 from gptlite.runs.weights import check_shapes, fill, named_leaves
 from gptlite.sharding import whole
 from gptlite.training.fit import Position
@@ -194,10 +194,7 @@ class _Writing:
         try:
             return self._future.result(timeout)
         except Exception as error:
-            publish(
-                f"A checkpoint in {self._folder} cannot be written: {_reason(error)}. Resume the "
-                "run with --resume."
-            )
+            publish(f"A checkpoint in {self._folder} cannot be written: {_reason(error)}. {RESUME}")
             raise
 
 

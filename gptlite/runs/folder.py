@@ -19,6 +19,7 @@ import contextlib
 import json
 import math
 import os
+import secrets
 import shlex
 import stat
 import time
@@ -41,7 +42,7 @@ from gptlite.files import (
     write_atomically,
     write_json,
 )
-from gptlite.processes import count, is_first, wait_for_first
+from gptlite.processes import count, is_first, of_first, wait_for_first
 from gptlite.progress import log
 from gptlite.pytrees import size_of
 from gptlite.runs.checkpoints import Checkpoint, Checkpoints, Record, list_steps
@@ -63,6 +64,8 @@ from gptlite.text.tokenizer import Tokenizer, decode
 from gptlite.training.fit import DivergenceError, Progress
 from gptlite.training.step import TrainState
 
+# How long a file may take to be seen on another host. (NFS keeps what it has seen for a minute.)
+SEEN_SECONDS = 90.0
 # Bytes of a line of `metrics.jsonl`.
 MAX_LINE = 2**12
 # Lines in a row that are none of metrics, or after the step that is wanted.
@@ -122,7 +125,7 @@ class RunFolder:
         """
         if is_first():
             self._create(config, tokenizer, overwrite=overwrite)
-        wait_for_first("the run folder")
+        self._check_shared()
         self._start(config, corpus_sha256, seconds=0.0)
 
     def _create(self, config: Config, tokenizer: Tokenizer, *, overwrite: bool) -> None:
@@ -145,6 +148,31 @@ class RunFolder:
             finally:
                 for leftover in (new, old):
                     remove(leftover)
+
+    def _check_shared(self) -> None:
+        """Waits until all processes see the folder, as the first one has left it.
+
+        **Raises:** `UserError` if one of them does not.
+        """
+        if count() == 1:
+            return
+        mark = self.path / f".{of_first('mark', secrets.token_hex(8))}.part"
+        with self._writing():
+            if is_first():
+                mark.touch()
+            wait_for_first("the run folder")
+            end = time.monotonic() + SEEN_SECONDS
+            while not mark.exists():
+                if time.monotonic() > end:
+                    raise UserError(
+                        f"The run folder {self.path.absolute()} is not shared by all processes: "
+                        "process 0 has written it, and this process does not see it. Start all of "
+                        "them in a folder of one disk that all hosts have."
+                    )
+                time.sleep(0.2)
+            wait_for_first("all processes")
+            if is_first():
+                mark.unlink(missing_ok=True)
 
     def open(self) -> None:
         """Lock a run that is to be resumed. Changes nothing in it.
@@ -225,7 +253,7 @@ class RunFolder:
         record, step = checkpoint.record, checkpoint.record.position.step
         if is_first():
             self._bring_back(step, config)
-        wait_for_first("the run folder")
+        self._check_shared()
         # The best weights may be newer than the checkpoint. Training then repeats that step.
         self.best = read_evaluated(self.path / "best.safetensors")
         if self.best is None and step >= config.training.eval_every:
@@ -385,9 +413,10 @@ class RunFolder:
         steps = list_steps(self.path / "checkpoints")
         if not steps:
             return "Nothing has been saved yet."
+        where = ", in every process" if count() > 1 else ""
         named = (*corpus_arguments(self._config.data), *custom_arguments(self._config.model))
         words = ["python", "train.py", "--resume", str(self.path), *named, *options]
-        return f"To resume from step {steps[0]}:\n    {shlex.join(words)}"
+        return f"To resume from step {steps[0]}{where}:\n    {shlex.join(words)}"
 
     def curves(self) -> list[dict[str, Any]]:
         """The steps and losses of `metrics.jsonl`."""

@@ -57,7 +57,7 @@ def named_arrays(tree: PyTree) -> dict[str, np.ndarray]:
 def gather_to_first(tree: PyTree) -> dict[str, np.ndarray]:
     """`named_arrays`, in the first process; nothing in the others. Every process must call this.
 
-    On their way, each device holds a whole array, or one layer's part of it."""
+    On their way, each device and each process hold a whole array, or one layer's part of it."""
     found = {}
     for name, leaf in named_leaves(tree).items():
         if is_local(leaf) or not is_stacked(name):

@@ -109,9 +109,33 @@ def full_disk(folder: Path) -> None:
     assert all_.codes() == [2, 2], all_.said(0)
     seconds = time.time() - (folder / "failed").stat().st_mtime
     errors = [line for line in all_.said(0).splitlines() if line.startswith("error")]
-    reason = "cannot be written: File too large. Resume the run with --resume. (process 1)"
-    assert errors == [f"error: A checkpoint in runs/full/checkpoints {reason}"], errors
+    assert len(errors) == 1, errors
+    reason = "error: A checkpoint in runs/full/checkpoints cannot be written: File too large."
+    assert errors[0].startswith(reason), errors
     print(f"a full disk of one: all ended {seconds:.0f} s after it had failed to write")
+
+
+def own_disks(folder: Path) -> None:
+    """**Raises:** `AssertionError` unless a folder that is not shared is said."""
+    from launch import SETTINGS, Processes
+
+    (folder / "elsewhere").mkdir()
+    (folder / "elsewhere" / "text.txt").write_bytes((folder / "text.txt").read_bytes())
+    program = (
+        "import os, sys, train\n"
+        "from gptlite.runs import folder\n"
+        "folder.SEEN_SECONDS = 2.0\n"
+        "if sys.argv[-1] == '1':\n"
+        "    os.chdir('elsewhere')\n"
+        "train.main()"
+    )
+    words = ["quick", *CORPUS, *SETTINGS, "--run", "own"]
+    all_ = Processes(folder, *[words] * 2, program=["-c", program])
+    assert all_.codes() == [2, 2], all_.said(0)
+    errors = [line for line in all_.said(0).splitlines() if line.startswith("error")]
+    assert len(errors) == 1, errors
+    assert "elsewhere/runs/own is not shared by all processes" in errors[0], errors
+    print("a disk that is not shared: all ended with one message", flush=True)
 
 
 def divergence(folder: Path) -> None:
@@ -263,6 +287,7 @@ def main() -> None:
         meshes(folder)
         open_mpi(folder)
         full_disk(folder)
+        own_disks(folder)
         divergence(folder)
         token_files(folder)
         kill_loop(folder, arguments.kills, arguments.processes, arguments.seed)

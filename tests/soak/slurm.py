@@ -49,9 +49,11 @@ def ask(*command: str) -> str:
 
 def wait_for(what: str, path: Path, seconds: float) -> None:
     end = time.monotonic() + seconds
-    while what not in (path.read_text(errors="replace") if path.exists() else ""):
-        assert time.monotonic() < end, f"no {what!r} after {seconds} s:\n{path.read_text()}"
+    said = ""
+    while what not in said:
+        assert time.monotonic() < end, f"no {what!r} after {seconds} s:\n{said}"
         time.sleep(0.2)
+        said = path.read_text(errors="replace") if path.exists() else ""
 
 
 def main() -> None:
