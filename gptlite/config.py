@@ -506,10 +506,8 @@ class DistributedConfig:
         )
         require(
             self.coordinator is None
-            or (
-                re.fullmatch(r"\S+:\d{1,5}", self.coordinator) is not None
-                and 0 < int(self.coordinator.rpartition(":")[2]) < 2**16
-            ),
+            or bool(re.fullmatch(r"\S+:\d{1,5}", self.coordinator))
+            and 0 < self.address[1] < 2**16,
             "distributed.coordinator must be HOST:PORT, with a port from 1 to 65535, got "
             f"{self.coordinator!r}.",
         )
@@ -518,6 +516,12 @@ class DistributedConfig:
             f"distributed.process must be below distributed.processes, {self.processes}, got "
             f"{self.process}.",
         )
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the coordinator, which must be given."""
+        host, _, port = str(self.coordinator).rpartition(":")
+        return host.strip("[]"), int(port)
 
 
 @dataclass(frozen=True)

@@ -81,9 +81,9 @@ def _connect(distributed: DistributedConfig) -> None:
     seconds, process = distributed.connect_seconds, distributed.process
     if distributed.coordinator is not None:
         if process:
-            _wait_for(distributed.coordinator, seconds)
+            _wait_for(distributed, seconds)
         else:
-            _check_port(distributed.coordinator)
+            _check_port(distributed.address[1])
     # JAX would end the process with a stack trace.
     timer = threading.Timer(seconds, _nobody, [distributed])
     timer.daemon = True
@@ -105,9 +105,8 @@ def _connect(distributed: DistributedConfig) -> None:
         timer.cancel()
 
 
-def _check_port(address: str) -> None:
+def _check_port(port: int) -> None:
     """**Raises:** `UserError` if process 0 cannot listen there, which would crash JAX."""
-    port = int(address.rpartition(":")[2])
     try:
         with socket.create_server(("", port)):
             pass
@@ -118,22 +117,21 @@ def _check_port(address: str) -> None:
         ) from error
 
 
-def _wait_for(address: str, seconds: float) -> None:
-    """Wait until something listens at HOST:PORT.
+def _wait_for(distributed: DistributedConfig, seconds: float) -> None:
+    """Wait until process 0 listens.
 
     **Raises:** `UserError`.
     """
-    host, _, port = address.rpartition(":")
     end = time.monotonic() + seconds
     while True:
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=seconds).close()
+            socket.create_connection(distributed.address, timeout=seconds).close()
             return
         except OSError as error:
             if time.monotonic() > end:
                 raise UserError(
-                    f"Process 0 of the run does not answer at {address} after {seconds:.0f} s "
-                    f"({error.strerror or error}): see that it is started, with the same "
+                    f"Process 0 of the run does not answer at {distributed.coordinator} after "
+                    f"{seconds:.0f} s ({error.strerror or error}): see that it is started, with the same "
                     "--distributed.coordinator, and that this address can be reached from here."
                 ) from error
             time.sleep(0.2)
