@@ -506,8 +506,10 @@ class DistributedConfig:
         )
         require(
             self.coordinator is None
-            or bool(re.fullmatch(r"\S+:\d{1,5}", self.coordinator))
-            and 0 < self.address[1] < 2**16,
+            or (
+                re.fullmatch(r"\S+:\d{1,5}", self.coordinator) is not None
+                and 0 < self.address[1] < 2**16
+            ),
             "distributed.coordinator must be HOST:PORT, with a port from 1 to 65535, got "
             f"{self.coordinator!r}.",
         )

@@ -131,8 +131,9 @@ def _wait_for(distributed: DistributedConfig, seconds: float) -> None:
             if time.monotonic() > end:
                 raise UserError(
                     f"Process 0 of the run does not answer at {distributed.coordinator} after "
-                    f"{seconds:.0f} s ({error.strerror or error}): see that it is started, with the same "
-                    "--distributed.coordinator, and that this address can be reached from here."
+                    f"{seconds:.0f} s ({error.strerror or error}): see that it is started, with "
+                    "the same --distributed.coordinator, and that this address can be reached "
+                    "from here."
                 ) from error
             time.sleep(0.2)
 

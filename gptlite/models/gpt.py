@@ -127,17 +127,12 @@ class GPT(Transformer):
         return gathered(table, "embedding" if self.head is None else "head").weight
 
     def logits(
-        self,
-        hidden: Float[Array, "*batch seq d_model"],
-        weight: Float[Array, "rows d_model"] | None = None,
+        self, hidden: Float[Array, "*batch seq d_model"]
     ) -> Float[Array, "*batch seq vocab"]:
-        """The logits of hidden states, in at least float32. `weight`: `head_weight()`, if several
-        calls share it."""
-        weight = self.head_weight() if weight is None else weight
-        logits = constrain(project(hidden, weight), "batch", None, "vocab")[..., : self.vocab_size]
-        # A smooth bound (Bello et al., 2016; Gemma 2, 2024).
-        cap = self.config.logit_cap
-        return logits if cap is None else cap * jnp.tanh(logits / cap)
+        """The logits of hidden states, in at least float32."""
+        weight = self.head_weight()
+        logits = constrain(project(hidden, weight), "batch", None, "vocab")
+        return capped(logits[..., : self.vocab_size], self.config.logit_cap)
 
     def unstacked(self) -> "GPT":
         """The same model, with separate arrays for each layer. For loops over tokens: if arrays
@@ -161,3 +156,9 @@ class GPT(Transformer):
         layers = self.stack.init_cache(batch, capacity, dtype, context)
         ids = jnp.full((*batch, len(self.previous) + capacity), -1, jnp.int32)
         return Cache(layers, ids, jnp.zeros((), jnp.int32))
+
+
+def capped(logits: Float[Array, "*batch vocab"], cap: float | None) -> Float[Array, "*batch vocab"]:
+    """`cap · tanh(logits / cap)`, a smooth bound (Bello et al., 2016; Gemma 2, 2024). None: no
+    bound."""
+    return logits if cap is None else cap * jnp.tanh(logits / cap)

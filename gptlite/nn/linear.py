@@ -5,6 +5,7 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from gptlite.nn.product import product, wide_dtype
@@ -30,7 +31,11 @@ class Linear(eqx.Module):
         self.bias = jnp.zeros(d_out) if bias else None
 
     def __call__(self, x: Float[Array, "*batch d_in"]) -> Float[Array, "*batch d_out"]:
-        return _add_bias(project(x, self.weight), self.bias).astype(x.dtype)
+        def layer(rows):
+            return _add_bias(product(rows, self.weight, x.dtype), self.bias).astype(x.dtype)
+
+        # The bias is added to rows, so that a GPU's product adds it.
+        return _by_rows(layer, x)
 
 
 class TransposedLinear(eqx.Module):
@@ -56,10 +61,12 @@ class TransposedLinear(eqx.Module):
 
 
 def project(
-    x: Float[Array, "*batch d_in"], weight: Float[Array, "d_out d_in"]
+    x: Float[Array, "*batch d_in"],
+    weight: Float[Array, "d_out d_in"],
+    dtype: DTypeLike | None = None,
 ) -> Float[Array, "*batch d_out"]:
-    """`x Wᵀ` as one product over all rows, summed up and returned in at least float32."""
-    return _by_rows(lambda rows: product(rows, weight), x)
+    """`x Wᵀ` as one product over all rows, in `dtype`: see `product`."""
+    return _by_rows(lambda rows: product(rows, weight, dtype), x)
 
 
 def _by_rows(multiply: Callable[[Array], Array], x: Array) -> Array:

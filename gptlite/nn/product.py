@@ -19,53 +19,61 @@ def widen(x: Float[Array, "*axes"]) -> Float[Array, "*axes"]:
     return x.astype(wide_dtype(x.dtype))
 
 
-@jax.custom_vjp
 def product(
-    a: Float[Array, "*batch m k"], b: Float[Array, "*batch n k"]
+    a: Float[Array, "*batch m k"],
+    b: Float[Array, "*batch n k"],
+    dtype: DTypeLike | None = None,
 ) -> Float[Array, "*batch m n"]:
-    """`a @ b.T`, accumulated and returned in at least float32.
+    """`a @ b.T`, accumulated in at least float32, and returned in `dtype` (default: `wide_dtype`).
 
     The backward pass casts the incoming gradient to `a.dtype`. Reverse mode only: no `jax.jvp`.
 
     The order in memory of the factors decides the speed on a CPU, so programs that are compiled for
     a CPU multiply differently: see `_row_major` and `_weight_grad_on_cpu`.
     """
-    return _forward(a, b)[0]
+    return _product(a, b, wide_dtype(a.dtype) if dtype is None else jnp.dtype(dtype))
 
 
-def _by_platform(function: Callable, on_cpu: Callable, a: Array, b: Array) -> Array:
-    """`on_cpu(a, b)` in a program that is compiled for a CPU, else `function(a, b)`.
+def _by_platform(
+    function: Callable, on_cpu: Callable, a: Array, b: Array, dtype: DTypeLike
+) -> Array:
+    """`on_cpu(a, b).astype(dtype)` in a program that is compiled for a CPU, else `function(a, b,
+    dtype)`.
 
-    They differ for bfloat16 alone, which XLA's CPU compiler multiplies at twice float32's speed if
-    both factors are in row-major order, and at float32's speed if not.
+    Other compilers than the CPU's write a float32 result to the memory before they round it, unless
+    the product itself is asked for in bfloat16. XLA's CPU compiler multiplies bfloat16 at twice
+    float32's speed if both factors are in row-major order, and at float32's speed if not.
     """
-    if a.dtype != jnp.bfloat16:
-        return function(a, b)
-    return lax.platform_dependent(a, b, cpu=on_cpu, default=function)
+    return lax.platform_dependent(
+        a,
+        b,
+        cpu=lambda a, b: on_cpu(a, b).astype(dtype),
+        default=lambda a, b: function(a, b, dtype),
+    )
 
 
-def _abt(a: Array, b: Array) -> Array:
+def _abt(a: Array, b: Array, dtype: DTypeLike) -> Array:
     """`a @ b.T`."""
     # One operation, no swapped axes: for a single row, XLA's CPU compiler would fetch the swapped
     # factor element by element.
     batch = tuple(range(a.ndim - 2))
     dimensions = ((a.ndim - 1,), (a.ndim - 1,)), (batch, batch)
-    return lax.dot_general(a, b, dimensions, preferred_element_type=wide_dtype(a.dtype))
+    return lax.dot_general(a, b, dimensions, preferred_element_type=dtype)
 
 
 def _abt_on_cpu(a: Array, b: Array) -> Array:
     return _ab_on_cpu(a, jnp.swapaxes(b, -1, -2))
 
 
-def _ab(a: Array, b: Array) -> Array:
+def _ab(a: Array, b: Array, dtype: DTypeLike) -> Array:
     """`a @ b`."""
-    return jnp.matmul(a, b, preferred_element_type=wide_dtype(a.dtype))
+    return jnp.matmul(a, b, preferred_element_type=dtype)
 
 
 def _ab_on_cpu(a: Array, b: Array) -> Array:
     if a.dtype == jnp.bfloat16:
         a, b = _row_major(a), _row_major(b)
-    return _ab(a, b)
+    return _ab(a, b, wide_dtype(a.dtype))
 
 
 def _row_major(x: Array) -> Array:
@@ -75,9 +83,9 @@ def _row_major(x: Array) -> Array:
     return lax.optimization_barrier(x.reshape(-1)).reshape(x.shape)
 
 
-def _weight_grad(grad: Array, a: Array) -> Array:
+def _weight_grad(grad: Array, a: Array, dtype: DTypeLike) -> Array:
     """`grad.T @ a`."""
-    return _ab(jnp.swapaxes(grad, -1, -2), a)
+    return _ab(jnp.swapaxes(grad, -1, -2), a, dtype)
 
 
 def _weight_grad_on_cpu(grad: Array, a: Array) -> Array:
@@ -97,17 +105,22 @@ def _atb_on_cpu(
     return _ab_on_cpu(jnp.swapaxes(a, -1, -2), b)
 
 
-def _forward(a, b):
-    return _by_platform(_abt, _abt_on_cpu, a, b), (a, b)
+def _multiply(a: Array, b: Array, dtype: jnp.dtype) -> Array:
+    if a.dtype != jnp.bfloat16:
+        return _abt(a, b, dtype)
+    return _by_platform(_abt, _abt_on_cpu, a, b, dtype)
 
 
-def _backward(factors, grad):
+def _backward(dtype, factors, grad):
+    del dtype
     a, b = factors
     # A float32 gradient would make this a float32 product.
     grad = grad.astype(a.dtype)
-    grad_a = _by_platform(_ab, _ab_on_cpu, grad, b)
-    grad_b = lax.platform_dependent(grad, a, cpu=_weight_grad_on_cpu, default=_weight_grad)
-    return grad_a.astype(a.dtype), grad_b.astype(b.dtype)
+    grad_b = _by_platform(_weight_grad, _weight_grad_on_cpu, grad, a, b.dtype)
+    if a.dtype != jnp.bfloat16:
+        return _ab(grad, b, a.dtype), grad_b
+    return _by_platform(_ab, _ab_on_cpu, grad, b, a.dtype), grad_b
 
 
-product.defvjp(_forward, _backward)
+_product = jax.custom_vjp(_multiply, nondiff_argnums=(2,))
+_product.defvjp(lambda a, b, dtype: (_multiply(a, b, dtype), (a, b)), _backward)

@@ -73,3 +73,14 @@ def test_it_can_be_differentiated_twice():
         return jax.jvp(slope, (b,), (jnp.ones_like(b),))[1]
 
     np.testing.assert_allclose(along(product), along(plain), rtol=1e-5, atol=1e-5)
+
+
+def test_its_result_can_be_asked_for_in_the_format_of_the_factors():
+    a, b = drawn((24, 8), jnp.bfloat16, 0), drawn((16, 8), jnp.bfloat16, 1)
+    rounded = jax.jit(lambda a, b: product(a, b, jnp.bfloat16))(a, b)
+    np.testing.assert_array_equal(rounded, product(a, b).astype(jnp.bfloat16))
+    gradients = jax.grad(lambda a, b: jnp.sum(product(a, b, jnp.bfloat16) ** 2), argnums=(0, 1))
+    wide = jax.grad(lambda a, b: jnp.sum(product(a, b) ** 2), argnums=(0, 1))
+    for x, y in zip(gradients(a, b), wide(a, b), strict=True):
+        error = jnp.linalg.norm(jnp.float32(x) - jnp.float32(y)) / jnp.linalg.norm(jnp.float32(y))
+        assert error < 2 * 2.0**-8  # two more roundings to 8 bits
