@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from gptlite.nn.context import PerSequence
 from gptlite.nn.linear import Linear
-from gptlite.nn.product import widen
+from gptlite.nn.product import wide_dtype, widen
 
 
 def relu2(x: Float[Array, "*batch d_ff"]) -> Float[Array, "*batch d_ff"]:
@@ -32,7 +32,10 @@ def from_input(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
         return function(widen(x)).astype(x.dtype)
 
     def backward(x, grad):
-        (wide,) = jax.vjp(function, widen(x))[1](widen(grad))
+        # A zero that XLA does not know of: it cannot see that the forward pass has computed the
+        # same, whose float32 results it would keep on a GPU.
+        zero = lax.optimization_barrier(jnp.zeros((), wide_dtype(x.dtype)))
+        (wide,) = jax.vjp(function, widen(x) + zero)[1](widen(grad))
         return (wide.astype(x.dtype),)
 
     activation.defvjp(lambda x: (activation(x), x), backward)

@@ -32,8 +32,9 @@ def test_flops_of_s_by_hand():
     attention = layers * 2 * context * d
     forward, training = flops_per_token(skeleton("s"))
     assert forward == 2 * (products + attention)
-    # Every product has two more behind it, one for each operand's gradient.
-    assert training == 3 * forward
+    # Every product has two more behind it, one for each operand's gradient. The gradient of learned
+    # positions, a sum over sequences, is a product with ones.
+    assert training == 3 * forward + 2 * d
 
 
 def test_flops_do_not_depend_on_how_the_layers_run():

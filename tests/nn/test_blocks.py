@@ -62,6 +62,52 @@ def test_linear_matches_equinox(bias):
     np.testing.assert_allclose(transposed(X), ours(X), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (RMSNorm(8), eqx.nn.RMSNorm(8, eps=1e-6, use_bias=False)),
+        (RMSNorm(8, use_weight=False), eqx.nn.RMSNorm(8, 1e-6, False, False)),
+        (LayerNorm(8), eqx.nn.LayerNorm(8)),
+        (LayerNorm(8, bias=False), eqx.nn.LayerNorm(8, use_bias=False)),
+    ],
+)
+def test_norms_and_their_gradients_match_equinox(ours, theirs):
+    """The gradients are by hand here, and by JAX there. In float64; in bfloat16, to the rounding of
+    the input, the weights and the result."""
+
+    def gradients(layer, x, weights, dtype, apply):
+        leaves, structure = jax.tree.flatten(eqx.filter(layer, eqx.is_inexact_array))
+        drawn = [
+            jax.random.normal(jax.random.key(i), (8,), jnp.float32) for i in range(len(leaves))
+        ]
+        layer = eqx.combine(jax.tree.unflatten(structure, drawn), layer)
+
+        def total(arguments):
+            layer, x = cast(arguments, dtype)
+            return jnp.sum(weights * apply(layer, x))
+
+        found = eqx.filter_jit(eqx.filter_value_and_grad(total))((layer, x))
+        return [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(found)]
+
+    x, weights = 3 + X, jax.random.normal(jax.random.key(2), X.shape)
+    with jax.enable_x64(True):
+        exact = gradients(theirs, x, weights, jnp.float64, each_token)
+        found = gradients(ours, x, weights, jnp.float64, lambda layer, x: layer(x))
+    for y, expected in zip(found, exact, strict=True):
+        np.testing.assert_allclose(y, expected, rtol=1e-9, atol=1e-9)
+    rounded = gradients(ours, x, weights, jnp.bfloat16, lambda layer, x: layer(x))
+    for y, expected in zip(rounded[1:], exact[1:], strict=True):
+        assert np.linalg.norm(y - expected) < 0.03 * np.linalg.norm(expected)
+
+
+def test_the_gradient_of_learned_positions_is_a_sum_over_sequences():
+    layer, weights = Learned(9, 8, std=1.0, key=KEY), jax.random.normal(KEY, X.shape)
+    gradient = eqx.filter_grad(lambda layer: jnp.sum(weights * layer(X, 2)))(layer)
+    expected = np.zeros((9, 8), np.float32)
+    expected[2:7] = weights.sum(0)
+    np.testing.assert_allclose(gradient.weight, expected, rtol=1e-6, atol=1e-6)
+
+
 def test_linear_draws_the_standard_deviation_asked_for():
     weight = Linear(200, 300, std=0.3, key=KEY).weight
     np.testing.assert_allclose(weight.std(), 0.3, rtol=0.02)
