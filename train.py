@@ -36,6 +36,8 @@ def train(arguments: TrainArguments) -> None:
     import jax.numpy as jnp
 
     from gptlite.custom import custom_arguments, custom_blocks, load_custom
+    from gptlite.estimate.hardware import describe
+    from gptlite.estimate.report import report
     from gptlite.generation.generate import generate
     from gptlite.models.gpt import make_model
     from gptlite.models.summary import count_parameters, summary
@@ -67,10 +69,14 @@ def train(arguments: TrainArguments) -> None:
     else:
         now = of_first("time", time.strftime("%Y%m%d-%H%M%S"))
         path = new_run(f"{arguments.preset}-{now}" if arguments.run is None else arguments.run)
-        if not arguments.summary and is_first():
+        if not arguments.summary and arguments.compile_for is None and is_first():
             check_free(path, overwrite=arguments.overwrite)
+    hardware = devices = None
+    if arguments.compile_for is not None:
+        hardware, devices = describe(arguments.compile_for)
     # Two devices of one of several processes may each wait for a thread that the other holds.
-    set_up_jax(1 if count() > 1 else usable_cpu_devices(training, mesh_config))
+    alone = count() == 1 and hardware is None
+    set_up_jax(usable_cpu_devices(training, mesh_config) if alone else 1)
 
     setting_up = time.perf_counter() - start
     with RunFolder(path) as run:
@@ -103,12 +109,15 @@ def train(arguments: TrainArguments) -> None:
         parameters = count_parameters(shapes)
 
         # The update and the evaluation, on all devices.
-        mesh = make_mesh(**vars(mesh_config))
+        mesh = make_mesh(**vars(mesh_config), devices=devices)
         check_tensor(mesh, config.model)
         context = config.model.context_length
         train_steps = TrainSteps(shapes, config.optimizer, training, mesh)
         if arguments.summary:
             print(summary(shapes, batch_size=train_steps.rows_at_once(context + 1)))
+            return
+        if hardware is not None:
+            print(report(shapes, train_steps, hardware))
             return
         rows = train_steps.rows
         batches = Batches(split.train, training.batch_size, context, training.seed, rows)

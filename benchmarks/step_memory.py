@@ -6,16 +6,13 @@ in a step. Nothing is run.
 
 import argparse
 import dataclasses
-import math
 import os
-import re
 from typing import Any
 
 from common import print_machine, print_table
 
 # Rows of the batch on a device.
 ROWS = 4
-SIZES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "pred": 1}
 EVERYTHING = 2**40
 
 
@@ -24,6 +21,8 @@ def main() -> None:
     parser.add_argument("--preset", default="gpt2")
     preset = parser.parse_args().preset
 
+    from gptlite.estimate.hardware import HARDWARE
+    from gptlite.estimate.program import work
     from gptlite.runtime import set_up_jax
 
     os.environ["JAX_NUM_CPU_DEVICES"] = "8"
@@ -50,8 +49,10 @@ def main() -> None:
     rows = []
     for name in ("adamw", "muon"):
         compiled = compile_step(preset, 8, {}, {"name": name}, None)
-        for kind, (count, size) in sorted(exchanged(str(compiled.as_text())).items()):
-            rows.append([name, kind, str(count), f"{size / 2**20:,.0f}"])
+        # The device decides over times, which are of no interest here.
+        exchanged = work(str(compiled.as_text()), HARDWARE["h100"]).collectives
+        for kind, (count, size) in sorted(exchanged.items()):
+            rows.append([name, kind, f"{count:.0f}", f"{size / 2**20:,.0f}"])
     print_table(["optimizer", "collective", "how many", "MiB"], rows)
 
 
@@ -66,11 +67,10 @@ def compile_step(
     `most`: the logits that a device may keep at once."""
     import equinox as eqx
     import jax
-    import numpy as np
 
     from gptlite.models.gpt import GPT
     from gptlite.presets import PRESETS
-    from gptlite.sharding import constrain_parameters, make_mesh
+    from gptlite.sharding import make_mesh
     from gptlite.training import loss
     from gptlite.training.step import TrainSteps
 
@@ -87,47 +87,16 @@ def compile_step(
     )
     vocab = (50257, 50304) if config.data.tokenizer.startswith("tiktoken") else (65, 65)
     mesh = make_mesh(fsdp=devices, devices=jax.devices()[:devices])
-    with jax.set_mesh(mesh):
-        model = eqx.filter_jit(
-            lambda key: constrain_parameters(
-                GPT(shape, vocab[0], padded_vocab_size=vocab[1], key=key)
-            )
-        )(jax.random.key(0))
+    model = eqx.filter_eval_shape(
+        lambda key: GPT(shape, vocab[0], padded_vocab_size=vocab[1], key=key), jax.random.key(0)
+    )
     train_steps = TrainSteps(model, optimizer, training, mesh)
-    windows = np.zeros((1, ROWS * devices, shape.context_length + 1), np.int32)
     default = loss.MAX_LOGITS
     loss.MAX_LOGITS = default if most is None else most
     try:
-        return train_steps.compiled(train_steps.init(model), windows)
+        return train_steps.compiled(model, shape.context_length)
     finally:
         loss.MAX_LOGITS = default
-
-
-def exchanged(program: str) -> dict[str, tuple[int, int]]:
-    """For each kind of collective, how many a step has, and how many bytes of results they have in
-    all. Those in the loop over layers count once for each layer."""
-    trips = {
-        body: int(count)
-        for body, count in re.findall(r"body=%?([\w.\-]+).*?known_trip_count\W+n\W+(\d+)", program)
-    }
-    found: dict[str, tuple[int, int]] = {}
-    times = 1
-    for line in program.splitlines():
-        begins = re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{$", line)
-        if begins:
-            times = trips.get(begins[1], 1)
-        match = re.search(
-            r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\(", line
-        )
-        if match:
-            arrays = re.findall(r"(f32|s32|u32|bf16|pred)\[([\d,]*)\]", match[1])
-            size = sum(
-                SIZES[kind] * math.prod(int(n) for n in shape.split(",") if n)
-                for kind, shape in arrays
-            )
-            count, before = found.get(match[2], (0, 0))
-            found[match[2]] = count + times, before + times * size
-    return found
 
 
 if __name__ == "__main__":

@@ -85,6 +85,12 @@ class TrainArguments:
     summary: bool = False
     """Print the model as a table, with parameters, FLOPs and memory, and stop."""
 
+    compile_for: str | None = None
+    """Compile the training step for devices that need not be there, print what it takes, and stop.
+    h100:8, a100:8 or b200:8 are so many GPUs, v5e:4x4, v5p:8x8x8 or v6e:16x16 a slice of a TPU.
+    Prints memory, whether it fits, FLOPs, what devices exchange, and the least time that a step can
+    take. Nothing is run. Needs the compilers: pip install -e ".[aot]"."""
+
     debug: bool = False
     """Show where in the code an error came from."""
 
@@ -247,7 +253,7 @@ def parse_train(argv: Sequence[str]) -> TrainArguments:
 def settings(arguments: TrainArguments) -> dict[str, str]:
     """What all processes of a run must have been given alike, by name. The corpus may lie in
     different places: its checksum is compared."""
-    names = ("run", "overwrite", "resume", "summary")
+    names = ("run", "overwrite", "resume", "summary", "compile_for")
     found = {name: str(getattr(arguments, name)) for name in names}
     for section, fields in vars(arguments.config).items():
         found |= {f"{section}.{name}": str(value) for name, value in vars(fields).items()}

@@ -203,6 +203,12 @@ def skeleton(tree: T, mesh: Mesh) -> T:
     return _shard(tree, mesh, shape)
 
 
+def batch_skeleton(shape: tuple[int, ...], mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """The shape of batches of ids as `place_batches` places them, or of a number."""
+    spec = PartitionSpec(None, MESH_AXES["batch"]) if shape else PartitionSpec()
+    return jax.ShapeDtypeStruct(shape, np.int32, sharding=NamedSharding(mesh, spec))
+
+
 # The functions below are for code that is compiled for the mesh that `jax.set_mesh` sets.
 
 

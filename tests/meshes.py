@@ -16,6 +16,7 @@ import numpy as np
 from conftest import GPT2, TINY, drawn
 
 from gptlite.config import OptimizerConfig, TrainingConfig
+from gptlite.estimate.program import COLLECTIVES
 from gptlite.models.gpt import GPT
 from gptlite.models.seq2seq import Seq2Seq, shift_right
 from gptlite.sharding import make_mesh
@@ -129,12 +130,10 @@ def compile_step(
     training = TrainingConfig(steps=1, batch_size=64, compute_dtype="float32")
     _, fsdp, tensor = mesh
     train_steps = TrainSteps(model, rule, training, make_mesh(fsdp=fsdp, tensor=tensor))
-    windows = np.zeros((1, 64, 65), np.int32)
-    compiled = train_steps.compiled(train_steps.init(model), windows)
+    compiled = train_steps.compiled(model, 64)
     program: Any = compiled.as_text()
     memory: Any = compiled.memory_analysis()
-    names = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-    counts = {name: len(re.findall(rf" {name}(?:-start)?\(", program)) for name in names}
+    counts = {name: len(re.findall(rf" {name}(?:-start)?\(", program)) for name in COLLECTIVES}
     return counts | {"temporary": memory.temp_size_in_bytes}
 
 

@@ -23,8 +23,8 @@ def count_parameters(model: PyTree) -> int:
 
 def flops_per_token(model: Any) -> tuple[int, int]:
     """FLOPs per token at the full context: forward, and training (forward and backward). Counts two
-    per multiply-add of every matrix product, the masked half of attention included. For an
-    encoder-decoder: per token of the target, with a source of the same length."""
+    per multiply-add of every matrix product, of causal attention those of the blocks that `attend`
+    computes. For an encoder-decoder: per token of the target, with a source of the same length."""
     inputs = _inputs(model)
 
     def loss(model, *inputs):

@@ -46,7 +46,8 @@ def window_losses(
     The cross-entropy of `model.logits`, but the logits may be rounded to the format of the model.
     Where a device's would be more than `MAX_LOGITS` numbers, the work is done for some positions of
     all windows at a time. For a gradient, that of the logits is computed in the forward pass and
-    kept; where it would be more than `MAX_KEPT` bytes, the logits are computed once more.
+    kept; where it would be more than `MAX_KEPT` bytes, or with `model.remat` "block", the logits
+    are computed once more.
     """
     hidden, aux_loss = model.hidden(windows[:, :-1], key=key)
     targets, weight = windows[:, 1:], model.head_weight()
@@ -60,7 +61,8 @@ def window_losses(
         cap=model.config.logit_cap,
         label_smoothing=label_smoothing,
         parts=parts,
-        keeps=seq * per_position * hidden.dtype.itemsize <= MAX_KEPT,
+        keeps=model.config.remat != "block"
+        and seq * per_position * hidden.dtype.itemsize <= MAX_KEPT,
     )
     padding = -seq % parts
     hidden = jnp.pad(hidden, [(0, 0), (0, padding), (0, 0)])

@@ -15,8 +15,10 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, Shaped
 from gptlite.config import OptimizerConfig, TrainingConfig, UserError
 from gptlite.nn.product import widen
 from gptlite.nn.stack import Stack
+from gptlite.pytrees import is_array
 from gptlite.row_keys import row_key
 from gptlite.sharding import (
+    batch_skeleton,
     check_rows,
     constrain,
     constrain_parameters,
@@ -120,11 +122,11 @@ class TrainSteps:
         # cuBLAS adds a bias and the residual stream to a product's result. XLA's own products on
         # NVIDIA's GPUs, in Triton, do not: a step of GPT-2 (124 M) would write a tenth more.
         nvidia = "NVIDIA" in mesh.devices.flat[0].device_kind
-        options = {"xla_gpu_enable_triton_gemm": False} if nvidia else None
+        self._options = {"xla_gpu_enable_triton_gemm": False} if nvidia else None
 
         # (`eqx.filter_jit` passes `compiler_options` to `jax.jit`. Its annotations omit it.)
         @eqx.filter_jit(  # pyright: ignore[reportCallIssue]
-            donate="all-except-first", compiler_options=options
+            donate="all-except-first", compiler_options=self._options
         )
         def run(data: tuple, state: TrainState) -> tuple[TrainState, StepMetrics]:
             return steps(state, *data)
@@ -165,14 +167,20 @@ class TrainSteps:
             data = (place_batches(batches, self.mesh), jnp.asarray(count), self._seeds)
             return self._run(data, state)
 
-    def compiled(
-        self, state: TrainState, batches: PyTree[Shaped[np.ndarray, "steps ..."]]
-    ) -> jax.stages.Compiled:
-        """The program that a call runs, for inspection."""
+    def compiled(self, model: Any, context_length: int) -> jax.stages.Compiled:
+        """The program of a step on windows of ids, for inspection. `model`, which may be
+        `eqx.filter_eval_shape` of one, and the devices of the mesh need not be there."""
+        state, static = eqx.partition(self.skeleton(model), is_array)
+        windows = batch_skeleton((1, self.training.batch_size, context_length + 1), self.mesh)
+        number = batch_skeleton((), self.mesh)
+
+        # Not `eqx.filter_jit`, for which a shape is no array.
+        def run(data, state):
+            return eqx.filter(self._steps(eqx.combine(state, static), *data), eqx.is_array)
+
+        run = jax.jit(run, donate_argnums=1, compiler_options=self._options)
         with jax.set_mesh(self.mesh):
-            data = (place_batches(batches, self.mesh), jnp.asarray(0), self._seeds)
-            run: Any = self._run
-            return run.lower(data, state).compile().compiled
+            return run.lower((windows, number, number), state).compile()
 
     def rows_at_once(self, tokens: int) -> int:
         """The rows, of so many tokens, whose gradient a device computes at once."""

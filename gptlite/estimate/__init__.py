@@ -1,0 +1,1 @@
+"""What a training step takes on devices that are not there."""

@@ -1,0 +1,153 @@
+"""Devices that a program can be compiled for without having one: figures and descriptions."""
+
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gptlite.config import UserError, require
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a device can do at most. Rates are those of the data sheet, in one direction."""
+
+    flops: float
+    """Products in bfloat16 a second, two for each multiply-add, without sparsity."""
+    memory: int
+    """Bytes."""
+    bandwidth: float
+    """Bytes a second, from and to the memory."""
+    link: float
+    """Bytes a second that a device receives from the others of its host, or of its TPU slice."""
+    network: float
+    """Bytes a second that a device receives from other hosts, or other slices."""
+    source: str
+    gpu: str | None = None
+    """What XLA's GPU compiler asks about the device."""
+
+
+# Of the target, XLA's GPU compiler wants to know more than a data sheet says. These are the figures
+# of CUDA's device query, as in XLA's own specifications (xla/backends/gpu/target_config/specs).
+_GPU = """
+gpu_device_info {{
+  threads_per_block_limit: 1024  threads_per_warp: 32  shared_memory_per_block: 49152
+  threads_per_core_limit: 2048  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  shared_memory_per_core: {shared}  shared_memory_per_block_optin: {optin}
+  core_count: {cores}  fpus_per_core: {fpus}  clock_rate_ghz: {clock}  l2_cache_size: {cache}
+  memory_bandwidth: {bandwidth}  device_memory_size: {memory}
+  cuda_compute_capability {{ {capability} }}
+}}
+platform_name: "CUDA"  dnn_version_info {{ major: 9 minor: 10 }}
+runtime_version {{ major: 13 minor: 0 }}
+device_description_str: "{name}"
+"""
+
+
+def _gpu(flops: float, link: float, source: str, **spec: Any) -> Hardware:
+    # 400 Gbit/s of network for each GPU, as in NVIDIA's own DGX machines.
+    return Hardware(
+        flops, spec["memory"], spec["bandwidth"], link, 50e9, source, _GPU.format(**spec)
+    )
+
+
+# A TPU's links: Google gives the sum of both directions. The data centre's network: 50 Gbit/s for
+# each chip of a v5p; the others' is not given, and assumed to be the same.
+_GOOGLE = "docs.cloud.google.com/tpu/docs/"
+HARDWARE: dict[str, Hardware] = {
+    "a100": _gpu(
+        312e12,
+        300e9,
+        "NVIDIA A100 80GB SXM data sheet",
+        name="NVIDIA A100-SXM4-80GB",
+        memory=85_100_068_864,
+        bandwidth=2_039_000_000_000,
+        shared=167_936,
+        optin=166_912,
+        cores=108,
+        fpus=64,
+        clock=1.41,
+        cache=41_943_040,
+        capability="major: 8",
+    ),
+    "h100": _gpu(
+        989.4e12,
+        450e9,
+        "NVIDIA H100 SXM data sheet",
+        name="NVIDIA H100 80GB HBM3",
+        memory=84_978_434_048,
+        bandwidth=3_352_320_000_000,
+        shared=233_472,
+        optin=232_448,
+        cores=132,
+        fpus=128,
+        clock=1.98,
+        cache=52_428_800,
+        capability="major: 9",
+    ),
+    "b200": _gpu(
+        2250e12,
+        900e9,
+        "NVIDIA B200 (DGX B200) data sheet",
+        name="NVIDIA B200",
+        memory=191_514_411_008,
+        bandwidth=7_672_000_000_000,
+        shared=233_472,
+        optin=232_448,
+        cores=148,
+        fpus=128,
+        clock=1.965,
+        cache=132_644_864,
+        capability="major: 10",
+    ),
+    "v5e": Hardware(197e12, 16 * 2**30, 819e9, 200e9, 6.25e9, _GOOGLE + "v5e"),
+    "v5p": Hardware(459e12, 95 * 2**30, 2765e9, 600e9, 6.25e9, _GOOGLE + "v5p"),
+    "v6e": Hardware(918e12, 32 * 2**30, 1638e9, 400e9, 6.25e9, _GOOGLE + "v6e"),
+}
+GPUS_PER_HOST = 8
+
+
+def describe(target: str) -> tuple[Hardware, Sequence[Any]]:
+    """The hardware of `target`, `h100:8` (so many GPUs, in hosts of 8) or `v5e:4x4` (a slice of a
+    TPU), and JAX's descriptions of its devices.
+
+    **Raises:** `UserError` if there is no such target, or its compiler is not installed.
+    """
+    name, _, size = target.partition(":")
+    hardware = HARDWARE.get(name)
+    pattern = r"[1-9]\d{0,4}" if hardware is not None and hardware.gpu else r"\d+x\d+(x\d+)?"
+    if hardware is None or not re.fullmatch(pattern, size):
+        raise UserError(
+            "--compile-for must be a GPU and how many of them, such as h100:8, or a TPU and the "
+            f"shape of its slice, such as v5e:4x4, got {target!r}. There are: "
+            f"{', '.join(HARDWARE)}."
+        )
+    count = int(size) if hardware.gpu else 1
+    require(
+        count <= GPUS_PER_HOST or count % GPUS_PER_HOST == 0,
+        f"--compile-for {name}: hosts have {GPUS_PER_HOST} GPUs, so more than these must be a "
+        f"multiple of {GPUS_PER_HOST}, got {count}.",
+    )
+    import jax
+    from jax.experimental import topologies
+
+    # This machine's devices are not used. (And a TPU's compiler finds none of its own here.)
+    jax.config.update("jax_platforms", "cpu")
+    try:
+        if hardware.gpu is None:
+            # No question to Google's servers about the machine that this runs on.
+            os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+            return hardware, topologies.get_topology_desc(target, "tpu").devices
+        hosts = math.ceil(count / GPUS_PER_HOST)
+        found = topologies.get_topology_desc(
+            name, "cuda", topology=f"{hosts}x1x{count // hosts}", target_config=hardware.gpu
+        )
+        return hardware, found.devices
+    except (RuntimeError, ValueError, NotImplementedError, KeyError) as error:
+        raise UserError(
+            f"The compiler for {target} cannot be used here: {str(error).splitlines()[0]}. "
+            'pip install -e ".[aot]" installs the compilers, on Linux.'
+        ) from error

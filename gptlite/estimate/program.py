@@ -1,0 +1,369 @@
+"""What a compiled program does, read from its text (XLA's HLO, after optimisation)."""
+
+import math
+import re
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gptlite.estimate.hardware import GPUS_PER_HOST, Hardware
+
+SIZES = {
+    "pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2,
+    "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8,
+}  # fmt: skip
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+# They name what is there, or are part of what another one does.
+FREE = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
+    "replica-id", "opt-barrier", "add-dependency", "iota",
+}  # fmt: skip
+
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_LINE = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)$")
+_ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\](\{[^}]*\})?")
+_TRIPS = re.compile(r'known_trip_count"?:\{"?n"?:"?(\d+)')
+
+
+@dataclass(frozen=True)
+class Result:
+    """An array that an operation makes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    in_memory: bool
+    """Not in the memory on the chip that TPUs copy arrays to before they use them."""
+
+    @property
+    def size(self) -> float:
+        """Bytes."""
+        return SIZES[self.dtype] * math.prod(self.shape)
+
+    @property
+    def traffic(self) -> float:
+        """Bytes that go through the device's memory."""
+        return self.size * self.in_memory
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A line of a program."""
+
+    kind: str
+    arrays: tuple[Result, ...]
+    """The results, without a GPU's scratch memory."""
+    operands: tuple[str, ...]
+    """Names; of a parameter its number, and of a constant its value."""
+    rest: str
+    """What follows the operands."""
+
+    @property
+    def size(self) -> float:
+        """Bytes of the results."""
+        return sum(array.size for array in self.arrays)
+
+    @property
+    def traffic(self) -> float:
+        """As `Result.traffic`."""
+        return sum(array.traffic for array in self.arrays)
+
+    def called(self, name: str) -> list[str]:
+        """The computations that the attribute `name` lists."""
+        found = re.search(name + r"=\{?((?:%[\w.\-]+(?:, )?)+)", self.rest)
+        return [] if found is None else re.findall(r"%([\w.\-]+)", found[1])
+
+
+Computation = dict[str, Operation]
+
+
+def parse(text: str) -> tuple[dict[str, Computation], str]:
+    """The computations of a program, and the name of the one that runs first."""
+    computations: dict[str, Computation] = {}
+    entry, current = "", {}
+    for line in text.splitlines():
+        if found := _HEADER.match(line):
+            current = computations[found[2]] = {}
+            entry = found[2] if found[1] else entry
+        elif found := _LINE.match(line):
+            name, results, kind, rest = found.groups()
+            operands, rest = _split_operands(rest)
+            arrays = [
+                Result(dtype, tuple(int(n) for n in shape.split(",") if n), "S(" not in layout)
+                for dtype, shape, layout in _ARRAY.findall(results)
+                if dtype in SIZES
+            ]
+            if kind == "custom-call" and len(arrays) > 1 and arrays[-1].dtype in ("s8", "u8"):
+                arrays.pop()
+            literal = kind in ("parameter", "constant")
+            names = (operands,) if literal else re.findall(r"%([\w.\-]+)", operands)
+            current[name] = Operation(kind, tuple(arrays), tuple(names), rest)
+    return computations, entry
+
+
+def _split_operands(text: str) -> tuple[str, str]:
+    """`text` up to the parenthesis that ends the operands, and what follows."""
+    depth = 1
+    for place, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if depth == 0:
+            return text[:place], text[place + 1 :]
+    return text, ""
+
+
+@dataclass
+class Work:
+    """What a device does. A loop counts as often as it runs; of the branches of a condition, the
+    longest counts."""
+
+    flops: float = 0.0
+    """Of products: two for each multiply-add, and half of a causal attention."""
+    wide_flops: float = 0.0
+    """Those of products whose factors are not in half precision."""
+    read: float = 0.0
+    written: float = 0.0
+    """Bytes. What an operation reads twice, it reads once; caches keep nothing."""
+    seconds: float = 0.0
+    """Each operation takes as long as its products at the device's peak, or its bytes, whichever
+    is longer."""
+    attention: Counter = field(default_factory=Counter)
+    """Calls of fused attention, by their names."""
+    collectives: dict[str, list[float]] = field(
+        default_factory=lambda: defaultdict(lambda: [0, 0.0])
+    )
+    """For each kind: how many, and the bytes that a device receives."""
+    link_seconds: float = 0.0
+    """That these bytes take, at least."""
+    by_operation: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Bytes written, by kind and result."""
+
+    def add(self, other: "Work", times: int = 1) -> None:
+        for name in ("flops", "wide_flops", "read", "written", "seconds", "link_seconds"):
+            setattr(self, name, getattr(self, name) + times * getattr(other, name))
+        for name in ("attention", "by_operation"):
+            for key, count in getattr(other, name).items():
+                getattr(self, name)[key] += times * count
+        for kind, (count, size) in other.collectives.items():
+            self.collectives[kind][0] += times * count
+            self.collectives[kind][1] += times * size
+
+
+def work(text: str, hardware: Hardware) -> Work:
+    """What a device does in a program. A loop without a known count is taken to run once."""
+    computations, entry = parse(text)
+    return _Reader(computations, hardware).work(entry)
+
+
+class _Reader:
+    def __init__(self, computations: dict[str, Computation], hardware: Hardware):
+        self.computations, self.hardware = computations, hardware
+
+    def work(self, name: str) -> Work:
+        total, computation = Work(), self.computations[name]
+        for operation in computation.values():
+            kind = operation.kind
+            if kind == "while":
+                (body,) = operation.called("body")
+                total.add(self.work(body), self._trips(operation))
+            elif kind == "conditional":
+                branches = operation.called("branch_computations") or [
+                    *operation.called("true_computation"),
+                    *operation.called("false_computation"),
+                ]
+                works = [self.work(branch) for branch in branches]
+                total.add(max(works, key=lambda work: work.seconds))
+            elif kind in ("call", "async-start"):
+                for called in operation.called("to_apply") + operation.called("calls"):
+                    total.add(self.work(called))
+            elif kind not in FREE and not kind.endswith(("-done", "-update")):
+                total.add(self._one(operation, computation))
+        return total
+
+    def _trips(self, loop: Operation) -> int:
+        """How often a loop runs; once, if the program does not say it."""
+        if known := _TRIPS.search(loop.rest):
+            return int(known[1])
+        # A TPU's compiler does not note it: the loop counts from 0 to a constant.
+        (condition,), (body,) = (
+            [self.computations[name] for name in loop.called(part)]
+            for part in ("condition", "body")
+        )
+        *_, test = condition.values()
+        *_, results = body.values()
+        if test.kind != "compare" or "direction=LT" not in test.rest:
+            return 1
+        counter, end = (condition[name] for name in test.operands)
+        index = re.search(r"index=(\d+)", counter.rest)
+        if index is None or end.kind != "constant":
+            return 1
+        count = body[results.operands[int(index[1])]]
+        steps = [body[name] for name in count.operands if body[name].kind == "constant"]
+        step = int(steps[0].operands[0]) if count.kind == "add" and steps else 1
+        return -(-int(end.operands[0]) // step)
+
+    def _one(self, operation: Operation, computation: Computation) -> Work:
+        found = Work()
+        kind = operation.kind.removesuffix("-start")
+        if kind in COLLECTIVES:
+            self._exchange(found, operation, computation)
+            return found
+        # A TPU's compiler fuses collectives with products, which it computes while it exchanges.
+        for name in operation.called("calls"):
+            for op in self.computations[name].values():
+                if op.kind in COLLECTIVES:
+                    self._exchange(found, op, self.computations[name])
+        operands = [computation[name] for name in operation.operands if name in computation]
+        written, read = operation.traffic, sum(operand.traffic for operand in operands)
+        if kind == "fusion":
+            (called,) = operation.called("calls")
+            body = self.computations[called]
+            written, read = _fusion_bytes(operation, body, operands)
+        elif kind == "dynamic-update-slice":
+            written = read = operands[1].traffic
+        elif kind in ("dynamic-slice", "slice", "copy"):
+            # One that is started lists its input, too.
+            result = min(operation.arrays[:2], key=lambda array: array.size)
+            written, read = result.traffic, result.size if operands[0].traffic else 0.0
+        self._multiply(found, operation, computation)
+        found.read, found.written = read, written
+        found.seconds = max(
+            found.flops / self.hardware.flops, (read + written) / self.hardware.bandwidth
+        )
+        what = "+".join(f"{array.dtype}{list(array.shape)}" for array in operation.arrays[:3])
+        found.by_operation[f"{kind} {what}"] += written
+        return found
+
+    def _multiply(self, found: Work, operation: Operation, computation: Computation) -> None:
+        """Adds the products of `operation`."""
+        kind, rest = operation.kind, operation.rest
+        if kind == "fusion":
+            for name in operation.called("calls"):
+                body = self.computations[name]
+                for op in body.values():
+                    self._multiply(found, op, body)
+            return
+        target = re.search(r'custom_call_target="([^"]+)"', rest)
+        if kind == "custom-call" and target is not None and "fmha" in target[1]:
+            found.attention[target[1]] += 1
+            batch, heads, seq, d_head = operation.arrays[0].shape
+            products = 5 if "Backward" in target[1] else 2
+            causal = 2 if re.search(r"CAUSAL", rest) else 1
+            found.flops += products * 2 * batch * heads * seq * seq * d_head / causal
+            return
+        contracted = re.search(r"lhs_contracting_dim(?:s=\{|ensions\":\[)([\d,\"]*)", rest)
+        if kind == "convolution":
+            factor, kernel = (computation[name].arrays[0] for name in operation.operands)
+            flops = 2 * _multiplications(
+                rest, factor.shape, kernel.shape, operation.arrays[0].shape
+            )
+        elif contracted is not None and kind in ("dot", "custom-call"):
+            factor = computation[operation.operands[0]].arrays[0]
+            axes = [int(n) for n in re.findall(r"\d+", contracted[1])]
+            length = math.prod(factor.shape[axis] for axis in axes)
+            flops = 2 * math.prod(operation.arrays[0].shape) * length
+        else:
+            return
+        found.flops += flops
+        if factor.dtype not in ("bf16", "f16"):
+            found.wide_flops += flops
+
+    def _exchange(self, found: Work, operation: Operation, computation: Computation) -> None:
+        kind = operation.kind.removesuffix("-start")
+        groups = _groups(operation.rest)
+        size, n = sum(computation[name].size for name in operation.operands), len(groups[0])
+        # By the size of the inputs: the results of one that is started list its inputs, too. A ring
+        # sums up in two rounds.
+        received = {
+            "all-gather": size * (n - 1),
+            "all-reduce": 2 * size * (n - 1) / n,
+            "reduce-scatter": size * (n - 1) / n,
+            "all-to-all": size * (n - 1) / n,
+            "collective-permute": size,
+        }[kind]
+        crosses = self.hardware.gpu is not None and any(
+            len({device // GPUS_PER_HOST for device in group}) > 1 for group in groups
+        )
+        rate = self.hardware.network if crosses else self.hardware.link
+        found.collectives[kind][0] += 1
+        found.collectives[kind][1] += received
+        found.link_seconds += received / rate
+
+
+def _fusion_bytes(
+    operation: Operation, body: Computation, operands: list[Operation]
+) -> tuple[float, float]:
+    """Bytes that a fusion writes and reads: of an array that it only cuts from, or writes to in
+    place, the part."""
+    users = defaultdict(list)
+    for name, op in body.items():
+        for operand in op.operands:
+            users[operand].append((name, op))
+    read = 0.0
+    parameters = [name for name, op in body.items() if op.kind == "parameter"]
+    parameters.sort(key=lambda name: int(body[name].operands[0]))
+    for name, operand in zip(parameters, operands, strict=True):
+        used = [user for _, user in users[name]]
+        cut = [
+            user.size
+            for user in used
+            if user.kind in ("dynamic-slice", "slice", "gather") and user.operands[0] == name
+        ]
+        in_place = [
+            user
+            for user in used
+            if user.kind == "dynamic-update-slice" and user.operands[0] == name
+        ]
+        if not used or len(cut) + len(in_place) < len(used):
+            read += operand.traffic
+        elif operand.traffic:
+            read += sum(cut)
+    updates = [op for op in body.values() if op.kind == "dynamic-update-slice"]
+    if updates and operation.traffic and sum(op.size for op in updates) == operation.size:
+        return sum(body[op.operands[1]].size for op in updates), read
+    return operation.traffic, read
+
+
+def _groups(rest: str) -> list[list[int]]:
+    """The devices that exchange among each other."""
+    pairs = re.search(r"source_target_pairs=\{([\d,{}]*)\}", rest)
+    listed = re.search(r"replica_groups=\{(\{[\d,{} ]*\})\}", rest)
+    if pairs is not None or listed is not None:
+        text = (pairs or listed)[1]  # pyright: ignore[reportOptionalSubscript]
+        return [[int(n) for n in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", text)]
+    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", rest)
+    if mesh is not None:
+        axes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
+        ids, names = np.arange(math.prod(axes.values())).reshape(tuple(axes.values())), list(axes)
+        along = [names.index(name) for name in re.findall(r"'(\w+)'", mesh[2])]
+        last = np.moveaxis(ids, along, range(-len(along), 0))
+        return last.reshape(-1, math.prod(ids.shape[axis] for axis in along)).tolist()
+    short = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest)
+    assert short is not None, "a collective without groups"
+    shape, dims, order = ([int(n) for n in (x or "").split(",") if n] for x in short.groups())
+    ids = np.arange(math.prod(dims)).reshape(dims)
+    return (ids.transpose(order) if order else ids).reshape(shape).tolist()
+
+
+def _multiplications(
+    rest: str, shape: tuple[int, ...], kernel: tuple[int, ...], out: tuple[int, ...]
+) -> int:
+    """Those of a convolution that are not with padding: XLA's TPU compiler writes products with
+    several axes as convolutions."""
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", rest)
+    assert labels is not None, "a convolution without labels"
+    count = out[labels[3].index("b")] * out[labels[3].index("f")] * kernel[labels[2].index("i")]
+    window = re.search(r"window=\{([^}]*)\}", rest)
+    options = dict(word.split("=") for word in window[1].split()) if window is not None else {}
+
+    def option(name: str, axis: int, default: str) -> str:
+        return options[name].split("x")[axis] if name in options else default
+
+    for axis in range(len(options.get("size", "").split("x")) if options else 0):
+        length, outputs = shape[labels[1].index(str(axis))], out[labels[3].index(str(axis))]
+        size, stride = int(option("size", axis, "1")), int(option("stride", axis, "1"))
+        low = int(option("pad", axis, "0_0").split("_")[0])
+        spread, dilation = (int(option(f"{of}_dilate", axis, "1")) for of in ("lhs", "rhs"))
+        places = np.arange(outputs)[:, None] * stride + np.arange(size)[None] * dilation - low
+        real = (places >= 0) & (places <= (length - 1) * spread) & (places % spread == 0)
+        count *= int(real.sum())
+    return count

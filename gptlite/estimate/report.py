@@ -1,0 +1,122 @@
+"""The answer to `python train.py ... --compile-for TARGET`."""
+
+import math
+import time
+from typing import Any
+
+import jax
+
+from gptlite.estimate.hardware import Hardware
+from gptlite.estimate.program import Work, work
+from gptlite.models.summary import flops_per_token
+from gptlite.pytrees import is_array
+from gptlite.training.step import TrainSteps
+
+# JAX's default: https://docs.jax.dev/en/latest/gpu_memory_allocation.html
+GPU_FRACTION = 0.75
+
+
+def report(model: Any, steps: TrainSteps, hardware: Hardware) -> str:
+    """What a training step takes on the devices of the mesh of `steps`, which are those of
+    `hardware`. Compiles the step; runs nothing. `model` may be `eqx.filter_eval_shape` of one."""
+    context, mesh = model.config.context_length, steps.mesh
+    devices, tokens = mesh.size, steps.training.batch_size * context
+    shape = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    lines = [
+        f"A training step for {devices} x {mesh.devices.flat[0].device_kind} (mesh: {shape}), "
+        f"{steps.training.batch_size:,} rows of {context:,} tokens. It was compiled, not run.",
+        "",
+    ]
+    start = time.perf_counter()
+    try:
+        compiled = steps.compiled(model, context)
+    except jax.errors.JaxRuntimeError as error:
+        # A TPU's compiler refuses a program that does not fit; a GPU's does not.
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return "\n".join([*lines, f"It does not fit: {str(error).splitlines()[0]}"])
+    seconds = time.perf_counter() - start
+    program: Any = compiled.as_text()
+    found = work(program, hardware)
+    lines += _memory(model, steps, compiled, hardware)
+    lines += ["", *_arithmetic(found), *_exchange(found), ""]
+    # Model FLOPs utilization (Chowdhery et al., 2022, "PaLM", appendix B): what is computed once
+    # more does not count. There, the masked half of attention counts; here, little of it does.
+    useful = flops_per_token(model)[1] * tokens / devices
+    lines += _bound(found, hardware, useful)
+    lines += ["", f"Compiled in {seconds:.0f} s. Peaks: {hardware.source}."]
+    return "\n".join(lines)
+
+
+def _memory(model: Any, steps: TrainSteps, compiled: Any, hardware: Hardware) -> list[str]:
+    state = steps.skeleton(model)
+    analysis = compiled.memory_analysis()
+    parts = {
+        "parameters": _on_device(state.model),
+        "optimizer": _on_device(state.optimizer_state),
+        "activations, gradients": analysis.temp_size_in_bytes,
+    }
+    total = (
+        analysis.argument_size_in_bytes
+        + analysis.temp_size_in_bytes
+        + analysis.output_size_in_bytes
+        - analysis.alias_size_in_bytes
+        + analysis.generated_code_size_in_bytes
+    )
+    usable = hardware.memory * (GPU_FRACTION if hardware.gpu else 1)
+    if total <= usable:
+        verdict = "it fits"
+    elif total <= hardware.memory:
+        verdict = (
+            f"more than JAX takes by default, {usable / 1e9:.1f} GB: set "
+            "XLA_PYTHON_CLIENT_MEM_FRACTION"
+        )
+    else:
+        verdict = "it does not fit"
+    return [
+        "memory of a device             GB",
+        *(f"  {name:<22} {size / 1e9:>8.2f}" for name, size in parts.items()),
+        f"  {'in all':<22} {total / 1e9:>8.2f}  of {hardware.memory / 1e9:.1f}: {verdict}",
+    ]
+
+
+def _on_device(tree: Any) -> int:
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if is_array(leaf)]
+    shards = ((leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize) for leaf in leaves)
+    return sum(math.prod(shape) * size for shape, size in shards)
+
+
+def _arithmetic(found: Work) -> list[str]:
+    attention = ", ".join(f"{count} x {name}" for name, count in sorted(found.attention.items()))
+    return [
+        "a step, on each device",
+        f"  products               {found.flops / 1e12:>8.2f}  TFLOP, "
+        f"{found.wide_flops / 1e12:.2f} of them not in half precision",
+        f"  read, written          {found.read / 1e9:>8.2f}  {found.written / 1e9:.2f} GB",
+        f"  fused attention        {attention or 'none':>8}",
+    ]
+
+
+def _exchange(found: Work) -> list[str]:
+    if not found.collectives:
+        return ["  received               nothing"]
+    return [
+        f"  received, {kind:<18} {size / 1e9:>8.3f}  GB in {count:.0f}"
+        for kind, (count, size) in sorted(found.collectives.items())
+    ]
+
+
+def _bound(found: Work, hardware: Hardware, useful: float) -> list[str]:
+    least = max(found.seconds, found.link_seconds)
+    rows = {
+        "products at the peak": found.flops / hardware.flops,
+        "reading and writing": (found.read + found.written) / hardware.bandwidth,
+        "operation by operation": found.seconds,
+        "links": found.link_seconds,
+    }
+    return [
+        "at least, at the data sheet's peaks   ms",
+        *(f"  {name:<28} {seconds * 1e3:>8.2f}" for name, seconds in rows.items()),
+        f"  a step                       {least * 1e3:>8.2f}  MFU at most "
+        f"{useful / hardware.flops / least:.0%}",
+    ]

@@ -1,0 +1,138 @@
+"""What is read from a program's text, against what is known of the program."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from gptlite.config import UserError
+from gptlite.estimate.hardware import HARDWARE, describe
+from gptlite.estimate.program import _Reader, parse, work
+
+H100 = HARDWARE["h100"]
+
+
+def compiled(function, *shapes):
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return str(jax.jit(function).lower(*arguments).compile().as_text())
+
+
+def test_a_product_in_a_loop_counts_as_often_as_the_loop_runs():
+    def step(x, w):
+        return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=7)[0]
+
+    found = work(compiled(step, (16, 32), (32, 32)), H100)
+    assert found.flops == found.wide_flops == 7 * 2 * 16 * 32 * 32
+
+
+def test_bytes_of_an_elementwise_function_are_those_of_its_arguments_and_result():
+    found = work(compiled(lambda x, y: jnp.sin(x) * y + 1, (64, 128), (64, 128)), H100)
+    assert found.read == 2 * 4 * 64 * 128
+    assert found.written == 4 * 64 * 128
+    assert found.seconds == (found.read + found.written) / H100.bandwidth
+    assert found.flops == 0
+
+
+PROGRAM = """
+HloModule example
+
+%fused (param_0: bf16[8,4], param_1: bf16[16,4]) -> bf16[8,16] {
+  %param_1 = bf16[16,4]{1,0} parameter(1)
+  %param_0 = bf16[8,4]{1,0} parameter(0)
+  ROOT %dot.1 = bf16[8,16]{1,0} dot(%param_0, %param_1), lhs_contracting_dims={1}
+}
+
+%cut (param_0: f32[100,8], param_1: s32[]) -> f32[1,8] {
+  %param_0 = f32[100,8]{1,0} parameter(0)
+  %param_1 = s32[] parameter(1)
+  ROOT %row.1 = f32[1,8]{1,0} dynamic-slice(%param_0, %param_1, %param_1)
+}
+
+%condition (state: (s32[], bf16[8,4])) -> pred[] {
+  %state.1 = (s32[], bf16[8,4]{1,0}) parameter(0)
+  %end = s32[] constant(8)
+  %count = s32[] get-tuple-element(%state.1), index=0
+  ROOT %less = pred[] compare(%count, %end), direction=LT
+}
+
+%body (state: (s32[], bf16[8,4])) -> (s32[], bf16[8,4]) {
+  %state.2 = (s32[], bf16[8,4]{1,0}) parameter(0)
+  %count.1 = s32[] get-tuple-element(%state.2), index=0
+  %x.1 = bf16[8,4]{1,0:T(8,128)(2,1)S(1)} get-tuple-element(%state.2), index=1
+  %two = s32[] constant(2)
+  %count.2 = s32[] add(%count.1, %two)
+  %shifted = bf16[8,4]{1,0} collective-permute(%x.1), source_target_pairs={{0,1},{1,0}}
+  ROOT %next = (s32[], bf16[8,4]{1,0}) tuple(%count.2, %shifted)
+}
+
+ENTRY %main (x: bf16[8,4], w: bf16[16,4], table: f32[100,8], row: s32[]) -> bf16[8,16] {
+  %x = bf16[8,4]{1,0} parameter(0)
+  %w = bf16[16,4]{1,0} parameter(1)
+  %table = f32[100,8]{1,0} parameter(2)
+  %row = s32[] parameter(3)
+  %zero = s32[] constant(0)
+  %start = (s32[], bf16[8,4]{1,0}) tuple(%zero, %x)
+  %loop = (s32[], bf16[8,4]{1,0}) while(%start), condition=%condition, body=%body
+  %picked = f32[1,8]{1,0} fusion(%table, %row), kind=kLoop, calls=%cut
+  %gathered = (bf16[16,4]{1,0}, bf16[64,4]{1,0}) all-gather-start(%w), replica_groups=[2,4]<=[8]
+  %whole = bf16[64,4]{1,0} all-gather-done(%gathered)
+  %summed = f32[100,8]{1,0} all-reduce(%table), replica_groups=mesh['a'=2,'b'=8] {'a'}
+  ROOT %out = bf16[8,16]{1,0} fusion(%x, %w), kind=kOutput, calls=%fused
+}
+"""
+
+
+def test_a_program_is_read_operation_by_operation():
+    found = work(PROGRAM, H100)
+    assert found.flops == 2 * 8 * 16 * 4
+    assert found.wide_flops == 0
+    assert dict(found.collectives) == {
+        "collective-permute": [4, 4 * 2 * 8 * 4],  # the loop counts to 8 by twos
+        "all-gather": [1, 3 * 2 * 16 * 4],  # among 4
+        "all-reduce": [1, 2 * 4 * 100 * 8 / 2],  # among 2
+    }
+    # Of the all-reduce, each pair has a device in each of two hosts.
+    across = 4 * 100 * 8 / H100.network
+    assert found.link_seconds == pytest.approx(across + (256 + 384) / H100.link)
+
+
+def test_a_fusion_reads_only_the_part_that_it_cuts_out():
+    computations, entry = parse(PROGRAM)
+    assert entry == "main"
+    picked = computations["main"]["picked"]
+    only = {"main": {name: computations["main"][name] for name in ("table", "row")}}
+    only["main"]["picked"] = picked
+    found = _Reader({**computations, **only}, H100).work("main")
+    assert found.read == 4 * 8 + 4  # a row, and its number
+    assert found.written == 4 * 8
+
+
+def test_a_convolution_that_is_a_product_has_the_flops_of_the_product():
+    """As XLA's TPU compiler writes them: a batch of products [128, 64] x [64, 128] for 4 rows and
+    12 heads; a product whose result is split into heads; a sum over rows and positions."""
+    lines = {
+        2 * 4 * 12 * 128 * 128 * 64: (
+            "f32[4,12,128,128]", "bf16[4,12,128,64]", "bf16[4,12,128,64]",
+            "window={size=4x12 stride=3x11 lhs_dilate=4x12}, dim_labels=01bf_01oi->01bf",
+        ),
+        2 * 4 * 1024 * 12 * 64 * 768: (
+            "bf16[4,1024,12,64]", "bf16[4,1024,768,1]", "bf16[12,64,768,1]",
+            "window={size=1x12 pad=0_0x11_11 rhs_reversal=0x1}, dim_labels=0bf1_1oi0->0b1f",
+        ),
+        2 * 4 * 1024 * 50304 * 768: (
+            "bf16[50304,768,1]", "bf16[4,1024,50304]", "bf16[4,1024,768]",
+            "window={size=4}, dim_labels=0fb_0io->bf0",
+        ),
+    }  # fmt: skip
+    for flops, (result, left, right, labels) in lines.items():
+        program = (
+            f"ENTRY %main (a: {left}, b: {right}) -> {result} {{\n"
+            f"  %a = {left} parameter(0)\n  %b = {right} parameter(1)\n"
+            f"  ROOT %c = {result} convolution(%a, %b), {labels}\n}}\n"
+        )
+        assert work(program, H100).flops == flops
+
+
+@pytest.mark.parametrize("target", ["h100", "h100:0", "gtx:8", "v5e:16", "h100:12", "h100:4x4"])
+def test_a_target_that_does_not_exist_is_refused(target):
+    with pytest.raises(UserError, match=r"--compile-for .* got '?"):
+        describe(target)
