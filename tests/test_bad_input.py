@@ -144,7 +144,7 @@ def test_every_option_has_a_test_of_its_range():
     texts = {flag for flag, hint in (TRAIN | SAMPLE).items() if not set(WRONG) & kinds_of(hint)}
     assert texts == {
         "--data.corpus", "--data.tokenizer", "--run", "--resume", "--init-from", "--prompt",
-        "--prompt-file", "--stop", "--distributed.coordinator",
+        "--prompt-file", "--stop", "--distributed.coordinator", "--compile-for",
     }  # fmt: skip
 
 
