@@ -5,6 +5,7 @@
 A command that matches no rule below is an error, so that a new command gets one.
 """
 
+import importlib.util
 import json
 import os
 import re
@@ -148,6 +149,10 @@ def run(command: str, folder: Path) -> None:
     """**Raises:** `SystemExit` if the command fails."""
     if "tiktoken" in command and "TIKTOKEN_CACHE_DIR" not in os.environ:
         print(f"skipped, because tiktoken's files are not in ../shared: {command}", flush=True)
+        return
+    compilers = ("jax_cuda13_plugin", "libtpu")
+    if "--compile-for" in command and not all(map(importlib.util.find_spec, compilers)):
+        print(f"skipped, because .[aot] is not installed: {command}", flush=True)
         return
     began = time.monotonic()
     devices = "8" if "--mesh" in command else "2"
