@@ -295,14 +295,14 @@ def _fusion_bytes(
     """Bytes that a fusion writes and reads: of an array that it only cuts from, or writes to in
     place, the part."""
     users = defaultdict(list)
-    for name, op in body.items():
+    for op in body.values():
         for operand in op.operands:
-            users[operand].append((name, op))
+            users[operand].append(op)
     read = 0.0
     parameters = [name for name, op in body.items() if op.kind == "parameter"]
     parameters.sort(key=lambda name: int(body[name].operands[0]))
     for name, operand in zip(parameters, operands, strict=True):
-        used = [user for _, user in users[name]]
+        used = users[name]
         cut = [
             user.size
             for user in used
