@@ -338,6 +338,18 @@ def map_rows(function: Callable[[Any, Any], T], mesh: Mesh | None, shared: Any, 
     )(arrays, rows)
 
 
+def map_heads(function: Callable[..., Any], *arrays: Array) -> Array:
+    """`function(*arrays)`, of arrays and a result `[batch, heads, ...]`, in which each device
+    computes its share of the rows and heads: for kernels, which the compiler does not divide."""
+    mesh = _mesh()
+    if mesh is None:
+        return function(*arrays)
+    specs = [_spec([MESH_AXES["batch"], MESH_AXES["heads"]], x.shape[:2], mesh) for x in arrays]
+    return jax.shard_map(function, in_specs=tuple(specs), out_specs=specs[0], check_vma=False)(
+        *arrays
+    )
+
+
 def n_shards(axis: str, length: int) -> int:
     """Over how many devices `constrain` cuts an axis of that length, which is named as there."""
     mesh = _mesh()
@@ -357,6 +369,11 @@ def is_sharded(axis: str) -> bool:
 def targets_nvidia() -> bool:
     """Whether the devices of the mesh are NVIDIA's GPUs."""
     return "NVIDIA" in _device_kind()
+
+
+def targets_tpu() -> bool:
+    """Whether the devices of the mesh are TPUs."""
+    return _device_kind().startswith("TPU")
 
 
 def targets_cpu() -> bool:

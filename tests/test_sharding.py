@@ -102,6 +102,12 @@ def test_muon_exchanges_matrices_and_gathers_none(found):
     assert muon["all-reduce"] == adamw["all-reduce"]
 
 
+def test_devices_share_rows_and_heads_of_a_kernel(found):
+    on_device, _ = found["heads"]["shapes"]
+    assert on_device == [[2, 2, 5, 3], [2, 1, 6, 3]]
+    assert found["heads"]["difference"] < 1e-6
+
+
 def test_parameters_are_cut_by_name_where_devices_divide_them():
     mesh = AbstractMesh((1, 2, 4), AXES)
     for path, shape, wanted in (

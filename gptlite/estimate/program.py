@@ -23,6 +23,11 @@ FREE = {
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _LINE = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)$")
 _ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\](\{[^}]*\})?")
+# The metadata of a Pallas kernel, the only attribute of several lines.
+_METADATA = re.compile(r"kernel_metadata=\{\n.*\n\}")
+# How many products attention's kernels compute, by their names. cuDNN's backward pass computes all
+# gradients, JAX's splash attention those of queries, and of keys and values, one after the other.
+_ATTENTION = {"fmhaSoftmaxBackward": 5, "fmhaSoftmax": 2, "_fwd": 2, "_dkv": 4, "_dq": 3}
 _TRIPS = re.compile(r'known_trip_count"?:\{"?n"?:"?(\d+)')
 
 
@@ -81,7 +86,7 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
     """The computations of a program, and the name of the one that runs first."""
     computations: dict[str, Computation] = {}
     entry, current = "", {}
-    for line in text.splitlines():
+    for line in _METADATA.sub("kernel_metadata={}", text).splitlines():
         if found := _HEADER.match(line):
             current = computations[found[2]] = {}
             entry = found[2] if found[1] else entry
@@ -135,7 +140,7 @@ class Work:
     link_seconds: float = 0.0
     """That these bytes take, at least."""
     by_operation: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Bytes written, by kind and result."""
+    """Seconds, by kind and results."""
 
     def add(self, other: "Work", times: int = 1) -> None:
         for name in ("flops", "wide_flops", "read", "written", "seconds", "link_seconds"):
@@ -230,7 +235,7 @@ class _Reader:
             found.flops / self.hardware.flops, (read + written) / self.hardware.bandwidth
         )
         what = "+".join(f"{array.dtype}{list(array.shape)}" for array in operation.arrays[:3])
-        found.by_operation[f"{kind} {what}"] += written
+        found.by_operation[f"{kind} {what}"] += found.seconds
         return found
 
     def _multiply(self, found: Work, operation: Operation, computation: Computation) -> None:
@@ -242,13 +247,20 @@ class _Reader:
                 for op in body.values():
                     self._multiply(found, op, body)
             return
-        target = re.search(r'custom_call_target="([^"]+)"', rest)
-        if kind == "custom-call" and target is not None and "fmha" in target[1]:
-            found.attention[target[1]] += 1
-            batch, heads, seq, d_head = operation.arrays[0].shape
-            products = 5 if "Backward" in target[1] else 2
-            causal = 2 if re.search(r"CAUSAL", rest) else 1
-            found.flops += products * 2 * batch * heads * seq * seq * d_head / causal
+        kernel = re.search(
+            r'custom_call_target="(__cudnn\$fmha\w+)"|(splash_\w+)/pallas_call', rest
+        )
+        if kind == "custom-call" and kernel is not None:
+            name = kernel[1] or kernel[2]
+            found.attention[name] += 1
+            products = next(n for part, n in _ATTENTION.items() if part in name)
+            # The queries of splash attention, and cuDNN's first result, which has their shape:
+            # [batch, heads, seq, d_head].
+            factors = [array for name in operation.operands for array in computation[name].arrays]
+            arrays = operation.arrays if kernel[1] else factors
+            shape = next(array.shape for array in arrays if array.dtype in ("bf16", "f16"))
+            causal = 2 if re.search(r"CAUSAL|splash_causal", rest) else 1
+            found.flops += products * 2 * math.prod(shape) * shape[-2] / causal
             return
         contracted = re.search(r"lhs_contracting_dim(?:s=\{|ensions\":\[)([\d,\"]*)", rest)
         if kind == "convolution":

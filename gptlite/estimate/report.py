@@ -1,5 +1,6 @@
 """The answer to `python train.py ... --compile-for TARGET`."""
 
+import heapq
 import math
 import time
 from typing import Any
@@ -14,6 +15,7 @@ from gptlite.training.step import TrainSteps
 
 # JAX's default: https://docs.jax.dev/en/latest/gpu_memory_allocation.html
 GPU_FRACTION = 0.75
+LONGEST = 5
 
 
 def report(model: Any, steps: TrainSteps, hardware: Hardware) -> str:
@@ -114,9 +116,12 @@ def _bound(found: Work, hardware: Hardware, useful: float) -> list[str]:
         "operation by operation": found.seconds,
         "links": found.link_seconds,
     }
+    longest = heapq.nlargest(LONGEST, found.by_operation.items(), key=lambda item: item[1])
     return [
         "at least, at the data sheet's peaks   ms",
         *(f"  {name:<28} {seconds * 1e3:>8.2f}" for name, seconds in rows.items()),
         f"  a step                       {least * 1e3:>8.2f}  MFU at most "
         f"{useful / hardware.flops / least:.0%}",
+        "of that, operations with these results",
+        *(f"  {seconds * 1e3:>37.2f}  {name}" for name, seconds in longest),
     ]

@@ -10,9 +10,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from gptlite.nn.context import Start
+from gptlite.nn.fused_attention import fused_attention
 from gptlite.nn.positions import token_positions
 from gptlite.nn.product import product
-from gptlite.sharding import targets_nvidia
 
 # Causal attention is computed for blocks of at least this many queries, and at most so many blocks.
 BLOCK, MAX_BLOCKS = 128, 8
@@ -37,8 +37,8 @@ def attend(
 
     The arguments follow those of `jax.nn.dot_product_attention`, with heads before the sequence.
 
-    On a mesh of NVIDIA GPUs, cuDNN's flash attention computes whole sequences in half precision, if
-    there is no bias, mask or dropout.
+    On a mesh of NVIDIA GPUs or TPUs, `fused_attention` computes whole sequences in half precision,
+    if there is no bias, mask or dropout.
 
     **Arguments:**
 
@@ -51,8 +51,10 @@ def attend(
     """
     if dropout == 0:
         dropout_key = None
-    if bias is None and mask is None and dropout_key is None and _has_flash(query, key, value):
-        return _flash(query, key, value, is_causal, window)
+    if bias is None and mask is None and dropout_key is None:
+        out = fused_attention(query, key, value, is_causal=is_causal, window=window)
+        if out is not None:
+            return out
     queries, keys = query.shape[-2], key.shape[-2]
     if not is_causal:
         return _attend(query, key, value, bias, mask, dropout, dropout_key)
@@ -121,31 +123,3 @@ def causal_mask(
     query, key = token_positions(queries, start)[..., None, :, None], jnp.arange(keys)
     seen = key <= query
     return seen if window is None else seen & (key > query - window)
-
-
-def _has_flash(query: Array, key: Array, value: Array) -> bool:
-    d_head = query.shape[-1]
-    # Not by `lax.platform_dependent`: to trace cuDNN's attention, cuDNN must be installed.
-    return (
-        targets_nvidia()
-        and query.dtype in (jnp.float16, jnp.bfloat16)
-        and d_head % 8 == 0
-        and d_head <= 128
-        and query.shape[-2] == key.shape[-2]
-        and key.shape == value.shape
-    )
-
-
-def _flash(query: Queries, key: Keys, value: Keys, is_causal: bool, window: int | None) -> Queries:
-    def seq_first(x):  # [batch, seq, heads, d_head]
-        return jnp.swapaxes(x.reshape(-1, *x.shape[-3:]), 1, 2)
-
-    out = jax.nn.dot_product_attention(
-        seq_first(query),
-        seq_first(key),
-        seq_first(value),
-        is_causal=is_causal,
-        local_window_size=None if window is None else (window - 1, 0),
-        implementation="cudnn",
-    )
-    return jnp.swapaxes(out, 1, 2).reshape(query.shape)

@@ -132,6 +132,30 @@ def test_a_convolution_that_is_a_product_has_the_flops_of_the_product():
         assert work(program, H100).flops == flops
 
 
+def test_attention_kernels_are_known_by_name_with_half_the_products_of_a_causal_one():
+    queries, keys = "bf16[2,4,256,64]", "bf16[2,2,256,64]"
+    scope = "jit(run)/transpose(jvp(splash{}))/shard_map/splash_mha_{}_no_residuals/pallas_call"
+    product = 2 * 2 * 4 * 256 * 256 * 64
+    for result, target, attributes, flops in (
+        (queries, "__cudnn$fmhaSoftmax", 'mask_type="CAUSAL"', 2 * product / 2),
+        (queries, "__cudnn$fmhaSoftmaxBackward", 'mask_type="NO_MASK"', 5 * product),
+        (queries, "tpu_custom_call", scope.format("_causal", "fwd"), 2 * product / 2),
+        (keys, "tpu_custom_call", scope.format("", "dkv"), 4 * product),
+        (queries, "tpu_custom_call", scope.format("_causal", "dq"), 3 * product / 2),
+    ):
+        found = work(
+            f"ENTRY %main (q: {queries}, k: {keys}) -> {result} {{\n"
+            f"  %q = {queries} parameter(0)\n  %k = {keys} parameter(1)\n"
+            f'  ROOT %c = {result} custom-call(%q, %k, %k), custom_call_target="{target}", '
+            'frontend_attributes={kernel_metadata={\n"block": 512\n}}, '
+            f'metadata={{op_name="{attributes}"}}\n}}\n',
+            H100,
+        )
+        assert found.flops == flops
+        assert found.wide_flops == 0
+        assert sum(found.attention.values()) == 1
+
+
 @pytest.mark.parametrize("target", ["h100", "h100:0", "gtx:8", "v5e:16", "h100:12", "h100:4x4"])
 def test_a_target_that_does_not_exist_is_refused(target):
     with pytest.raises(UserError, match=r"--compile-for .* got '?"):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas.ops.tpu import splash_attention
 from jaxtyping import TypeCheckError
 
 from gptlite.nn import (
@@ -22,6 +23,7 @@ from gptlite.nn import (
     attend,
     causal_mask,
     dot_product,
+    fused_attention,
 )
 
 CAUSAL = {"is_causal": True}
@@ -41,7 +43,7 @@ def three_heads(q, k, v, **options):
 
 
 @pytest.fixture
-def flash(monkeypatch):
+def cudnn(monkeypatch):
     """What is handed to cuDNN, computed by XLA."""
     jaxs = jax.nn.dot_product_attention
 
@@ -50,7 +52,16 @@ def flash(monkeypatch):
         return jaxs(*arrays, implementation="xla", **options)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
-    monkeypatch.setattr(dot_product, "targets_nvidia", lambda: True)
+    monkeypatch.setattr(fused_attention, "targets_nvidia", lambda: True)
+
+
+@pytest.fixture
+def splash(monkeypatch):
+    """A TPU's kernel, interpreted on a CPU."""
+    make = splash_attention.make_splash_mha_single_device
+    interpreted = functools.partial(make, interpret=True)
+    monkeypatch.setattr(splash_attention, "make_splash_mha_single_device", interpreted)
+    monkeypatch.setattr(fused_attention, "targets_tpu", lambda: True)
 
 
 def reference(query, key, value, offset=0):
@@ -143,9 +154,19 @@ def test_each_row_may_start_somewhere_else():
     "mask", [CAUSAL, CAUSAL | {"window": 1}, CAUSAL | {"window": 4}, {}], ids=str
 )
 @pytest.mark.parametrize("kv_heads", [2, 4])
-def test_flash_attention_is_asked_for_the_same_in_value_and_gradients(mask, kv_heads, flash):
+def test_cudnn_is_asked_for_the_same_in_value_and_gradients(mask, kv_heads, cudnn):
+    assert_as_without_a_kernel(4, kv_heads, 9, **mask)
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, CAUSAL | {"window": 60}, {}], ids=str)
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_splash_attention_is_the_same_in_value_and_gradients(mask, kv_heads, splash):
+    assert_as_without_a_kernel(2, kv_heads, 256, **mask)
+
+
+def assert_as_without_a_kernel(heads, kv_heads, seq, **mask):
     keys = jax.random.split(jax.random.key(0), 3)
-    shapes = [(2, 4, 9, 8), (2, kv_heads, 9, 8), (2, kv_heads, 9, 8)]
+    shapes = [(2, heads, seq, 8), (2, kv_heads, seq, 8), (2, kv_heads, seq, 8)]
     half = [jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(keys, shapes, strict=True)]
 
     @jax.jit
@@ -158,13 +179,13 @@ def test_flash_attention_is_asked_for_the_same_in_value_and_gradients(mask, kv_h
         return out, *grads
 
     ours = value_and_gradients(*half)
-    exact = value_and_gradients(*(x.astype(jnp.float32) for x in half))  # not by flash attention
+    exact = value_and_gradients(*(x.astype(jnp.float32) for x in half))  # by no kernel
     for x, y in zip(ours, exact, strict=True):
         # 8 bits a number, some roundings deep. (Under a window of 1, queries have no gradient.)
         assert np.linalg.norm(np.float32(x) - y) < 0.02 * np.linalg.norm(y) + 1e-3
 
 
-def test_flash_attention_is_only_for_what_it_can_do(flash, monkeypatch):
+def test_a_kernel_is_only_for_what_it_can_do(cudnn, monkeypatch):
     q, k, v = (x.astype(jnp.bfloat16) for x in random_qkv(9, 9))
     monkeypatch.setattr(jax.nn, "dot_product_attention", None)
     with pytest.raises(TypeError, match="not callable"):
