@@ -37,7 +37,9 @@ def train(arguments: TrainArguments) -> None:
 
     from gptlite.custom import custom_arguments, custom_blocks, load_custom
     from gptlite.estimate.hardware import describe
+    from gptlite.estimate.largest import largest_step
     from gptlite.estimate.report import report
+    from gptlite.estimate.step import compile_step
     from gptlite.generation.generate import generate
     from gptlite.models.gpt import make_model
     from gptlite.models.summary import count_parameters, summary
@@ -112,12 +114,21 @@ def train(arguments: TrainArguments) -> None:
         mesh = make_mesh(**vars(mesh_config), devices=devices)
         check_tensor(mesh, config.model)
         context = config.model.context_length
-        train_steps = TrainSteps(shapes, config.optimizer, training, mesh)
+
+        def make_steps(rows: int) -> TrainSteps:
+            rule = dataclasses.replace(training, batch_size=rows)
+            return TrainSteps(shapes, config.optimizer, rule, mesh)
+
+        train_steps = make_steps(training.batch_size)
         if arguments.summary:
             print(summary(shapes, batch_size=train_steps.rows_at_once(context + 1)))
             return
         if hardware is not None:
-            print(report(shapes, train_steps, hardware))
+            if arguments.fit == "batch":
+                step = largest_step(shapes, make_steps, training.batch_size, hardware)
+            else:
+                step = compile_step(shapes, train_steps)
+            print(report(step, hardware))
             return
         rows = train_steps.rows
         batches = Batches(split.train, training.batch_size, context, training.seed, rows)

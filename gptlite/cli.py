@@ -91,12 +91,22 @@ class TrainArguments:
     Prints memory, whether it fits, FLOPs, what devices exchange, and the least time that a step can
     take. Nothing is run. Needs the compilers: pip install -e ".[aot]"."""
 
+    fit: Literal["batch"] | None = None
+    """With --compile-for: look for the largest batch that fits, beginning with
+    --training.batch-size, and print what that takes."""
+
     debug: bool = False
     """Show where in the code an error came from."""
 
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+    def __post_init__(self):
+        require(
+            self.fit is None or self.compile_for is not None,
+            f"--fit {self.fit} needs --compile-for: it looks for what fits on those devices.",
+        )
 
 
 @dataclass(frozen=True)
@@ -253,7 +263,7 @@ def parse_train(argv: Sequence[str]) -> TrainArguments:
 def settings(arguments: TrainArguments) -> dict[str, str]:
     """What all processes of a run must have been given alike, by name. The corpus may lie in
     different places: its checksum is compared."""
-    names = ("run", "overwrite", "resume", "summary", "compile_for")
+    names = ("run", "overwrite", "resume", "summary", "compile_for", "fit")
     found = {name: str(getattr(arguments, name)) for name in names}
     for section, fields in vars(arguments.config).items():
         found |= {f"{section}.{name}": str(value) for name, value in vars(fields).items()}

@@ -203,6 +203,13 @@ def skeleton(tree: T, mesh: Mesh) -> T:
     return _shard(tree, mesh, shape)
 
 
+def size_on_device(tree: Any) -> int:
+    """Bytes of what a device has of a `skeleton`."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if is_array(leaf)]
+    shards = ((leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize) for leaf in leaves)
+    return sum(math.prod(shape) * size for shape, size in shards)
+
+
 def batch_skeleton(shape: tuple[int, ...], mesh: Mesh) -> jax.ShapeDtypeStruct:
     """The shape of batches of ids as `place_batches` places them, or of a number."""
     spec = PartitionSpec(None, MESH_AXES["batch"]) if shape else PartitionSpec()

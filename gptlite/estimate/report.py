@@ -1,26 +1,21 @@
 """The answer to `python train.py ... --compile-for TARGET`."""
 
 import heapq
-import math
-import time
-from typing import Any
-
-import jax
 
 from gptlite.estimate.hardware import Hardware
 from gptlite.estimate.program import Work, work
+from gptlite.estimate.step import CompiledStep, usable_memory
 from gptlite.models.summary import flops_per_token
-from gptlite.pytrees import is_array
-from gptlite.training.step import TrainSteps
+from gptlite.sharding import size_on_device
 
-# JAX's default: https://docs.jax.dev/en/latest/gpu_memory_allocation.html
-GPU_FRACTION = 0.75
+# How many of the longest operations are named.
 LONGEST = 5
 
 
-def report(model: Any, steps: TrainSteps, hardware: Hardware) -> str:
-    """What a training step takes on the devices of the mesh of `steps`, which are those of
-    `hardware`. Compiles the step; runs nothing. `model` may be `eqx.filter_eval_shape` of one."""
+def report(step: CompiledStep, hardware: Hardware) -> str:
+    """What a training step takes on the devices that it is compiled for, which are those of
+    `hardware`."""
+    model, steps = step.model, step.steps
     context, mesh = model.config.context_length, steps.mesh
     devices, tokens = mesh.size, steps.training.batch_size * context
     shape = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
@@ -29,43 +24,27 @@ def report(model: Any, steps: TrainSteps, hardware: Hardware) -> str:
         f"{steps.training.batch_size:,} rows of {context:,} tokens. It was compiled, not run.",
         "",
     ]
-    start = time.perf_counter()
-    try:
-        compiled = steps.compiled(model, context)
-    except jax.errors.JaxRuntimeError as error:
-        # A TPU's compiler refuses a program that does not fit; a GPU's does not.
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return "\n".join([*lines, f"It does not fit: {str(error).splitlines()[0]}"])
-    seconds = time.perf_counter() - start
-    program: Any = compiled.as_text()
-    found = work(program, hardware)
-    lines += _memory(model, steps, compiled, hardware)
+    if step.compiled is None:
+        return "\n".join([*lines, f"It does not fit: {step.refusal}"])
+    found = work(step.compiled.as_text(), hardware)
+    lines += _memory(step, hardware)
     lines += ["", *_arithmetic(found), *_exchange(found), ""]
     # Model FLOPs utilization (Chowdhery et al., 2022, "PaLM", appendix B): what is computed once
     # more does not count. There, the masked half of attention counts; here, little of it does.
     useful = flops_per_token(model)[1] * tokens / devices
     lines += _bound(found, hardware, useful)
-    lines += ["", f"Compiled in {seconds:.0f} s. Peaks: {hardware.source}."]
+    lines += ["", f"Compiled in {step.seconds:.0f} s. Peaks: {hardware.source}."]
     return "\n".join(lines)
 
 
-def _memory(model: Any, steps: TrainSteps, compiled: Any, hardware: Hardware) -> list[str]:
-    state = steps.skeleton(model)
-    analysis = compiled.memory_analysis()
+def _memory(step: CompiledStep, hardware: Hardware) -> list[str]:
+    state = step.steps.skeleton(step.model)
     parts = {
-        "parameters": _on_device(state.model),
-        "optimizer": _on_device(state.optimizer_state),
-        "activations, gradients": analysis.temp_size_in_bytes,
+        "parameters": size_on_device(state.model),
+        "optimizer": size_on_device(state.optimizer_state),
+        "activations, gradients": step.compiled.memory_analysis().temp_size_in_bytes,
     }
-    total = (
-        analysis.argument_size_in_bytes
-        + analysis.temp_size_in_bytes
-        + analysis.output_size_in_bytes
-        - analysis.alias_size_in_bytes
-        + analysis.generated_code_size_in_bytes
-    )
-    usable = hardware.memory * (GPU_FRACTION if hardware.gpu else 1)
+    total, usable = step.used, usable_memory(hardware)
     if total <= usable:
         verdict = "it fits"
     elif total <= hardware.memory:
@@ -80,12 +59,6 @@ def _memory(model: Any, steps: TrainSteps, compiled: Any, hardware: Hardware) ->
         *(f"  {name:<22} {size / 1e9:>8.2f}" for name, size in parts.items()),
         f"  {'in all':<22} {total / 1e9:>8.2f}  of {hardware.memory / 1e9:.1f}: {verdict}",
     ]
-
-
-def _on_device(tree: Any) -> int:
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if is_array(leaf)]
-    shards = ((leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize) for leaf in leaves)
-    return sum(math.prod(shape) * size for shape, size in shards)
 
 
 def _arithmetic(found: Work) -> list[str]:

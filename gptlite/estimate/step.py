@@ -1,0 +1,60 @@
+"""A training step that is compiled, and not run."""
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from gptlite.estimate.hardware import Hardware
+from gptlite.training.step import TrainSteps
+
+# JAX's default: https://docs.jax.dev/en/latest/gpu_memory_allocation.html
+GPU_FRACTION = 0.75
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """A training step for devices that need not be there."""
+
+    model: Any
+    """Or `eqx.filter_eval_shape` of it."""
+    steps: TrainSteps
+    compiled: Any
+    """None if the compiler refuses the step because it does not fit. A TPU's does that."""
+    refusal: str
+    """What the compiler says then."""
+    seconds: float
+    """That it took to compile."""
+
+    @property
+    def used(self) -> float:
+        """Bytes of a device's memory."""
+        if self.compiled is None:
+            return math.inf
+        analysis = self.compiled.memory_analysis()
+        return (
+            analysis.argument_size_in_bytes
+            + analysis.temp_size_in_bytes
+            + analysis.output_size_in_bytes
+            - analysis.alias_size_in_bytes
+            + analysis.generated_code_size_in_bytes
+        )
+
+
+def compile_step(model: Any, steps: TrainSteps) -> CompiledStep:
+    """A step of `model`, or of `eqx.filter_eval_shape` of one, on windows of its context length."""
+    start, compiled, refusal = time.perf_counter(), None, ""
+    try:
+        compiled = steps.compiled(model, model.config.context_length)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        refusal = str(error).splitlines()[0]
+    return CompiledStep(model, steps, compiled, refusal, time.perf_counter() - start)
+
+
+def usable_memory(hardware: Hardware) -> float:
+    """Bytes of a device's memory that JAX takes by default."""
+    return hardware.memory * (GPU_FRACTION if hardware.gpu else 1)
