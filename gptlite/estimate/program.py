@@ -306,10 +306,16 @@ def _fusion_bytes(
 ) -> tuple[float, float]:
     """Bytes that a fusion writes and reads: of an array that it only cuts from, or writes to in
     place, the part."""
+
+    def source(name: str) -> str:
+        """What `name` is another name of."""
+        return source(body[name].operands[0]) if body[name].kind == "bitcast" else name
+
     users = defaultdict(list)
     for op in body.values():
-        for operand in op.operands:
-            users[operand].append(op)
+        if op.kind not in ("bitcast", "parameter", "constant"):
+            for operand in op.operands:
+                users[source(operand)].append(op)
     read = 0.0
     parameters = [name for name, op in body.items() if op.kind == "parameter"]
     parameters.sort(key=lambda name: int(body[name].operands[0]))
@@ -318,12 +324,13 @@ def _fusion_bytes(
         cut = [
             user.size
             for user in used
-            if user.kind in ("dynamic-slice", "slice", "gather") and user.operands[0] == name
+            if user.kind in ("dynamic-slice", "slice", "gather")
+            and source(user.operands[0]) == name
         ]
         in_place = [
             user
             for user in used
-            if user.kind == "dynamic-update-slice" and user.operands[0] == name
+            if user.kind == "dynamic-update-slice" and source(user.operands[0]) == name
         ]
         if not used or len(cut) + len(in_place) < len(used):
             read += operand.traffic

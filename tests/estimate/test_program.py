@@ -106,6 +106,28 @@ def test_a_fusion_reads_only_the_part_that_it_cuts_out():
     assert found.written == 4 * 8
 
 
+def test_a_fusion_that_writes_in_place_reads_and_writes_the_part():
+    program = """
+%put (param_0: f32[100,8], param_1: f32[1,8], param_2: s32[]) -> f32[100,8] {
+  %param_0 = f32[100,8]{1,0} parameter(0)
+  %same = f32[100,8]{1,0} bitcast(%param_0)
+  %param_1 = f32[1,8]{1,0} parameter(1)
+  %param_2 = s32[] parameter(2)
+  ROOT %new = f32[100,8]{1,0} dynamic-update-slice(%same, %param_1, %param_2, %param_2)
+}
+
+ENTRY %main (table: f32[100,8], row: f32[1,8], place: s32[]) -> f32[100,8] {
+  %table = f32[100,8]{1,0} parameter(0)
+  %row = f32[1,8]{1,0} parameter(1)
+  %place = s32[] parameter(2)
+  ROOT %out = f32[100,8]{1,0} fusion(%table, %row, %place), kind=kLoop, calls=%put
+}
+"""
+    found = work(program, H100)
+    assert found.read == 4 * 8 + 4
+    assert found.written == 4 * 8
+
+
 def test_a_convolution_that_is_a_product_has_the_flops_of_the_product():
     """As XLA's TPU compiler writes them: a batch of products [128, 64] x [64, 128] for 4 rows and
     12 heads; a product whose result is split into heads; a sum over rows and positions."""
