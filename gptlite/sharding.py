@@ -5,7 +5,8 @@ All other code computes on whole arrays, as if there were one device, except in 
 
     data     each device has rows of the batch of its own, and a copy of the parameters
     fsdp     as data, but each device keeps a part of every matrix, and gathers a layer's matrices
-             when the layer runs (Rajbhandari et al., 2020, "ZeRO", stage 3)
+             when the layer runs (Rajbhandari et al., 2020, "ZeRO", stage 3). Gathered, they are
+             kept for the backward pass; `model.remat` "block" gathers them again.
     tensor   each device computes some of the heads, and some of the MLP's width (Shoeybi et al.,
              2019, "Megatron-LM", section 3)
 

@@ -144,13 +144,22 @@ def test_every_option_has_a_test_of_its_range():
     texts = {flag for flag, hint in (TRAIN | SAMPLE).items() if not set(WRONG) & kinds_of(hint)}
     assert texts == {
         "--data.corpus", "--data.tokenizer", "--run", "--resume", "--init-from", "--prompt",
-        "--prompt-file", "--stop", "--distributed.coordinator", "--compile-for",
+        "--prompt-file", "--stop", "--distributed.coordinator", "--compile-for", "--fit",
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "words",
-    [["--training.steps"], ["--absent", "3"], ["quick", "s"], ["-x"], [""], ["--resume"]],
+    [
+        ["--training.steps"],
+        ["--absent", "3"],
+        ["quick", "s"],
+        ["-x"],
+        [""],
+        ["--resume"],
+        ["--fit", "batch"],
+        ["--fit", "rows"],
+    ],
 )
 def test_unknown_arguments_are_refused(words):
     assert len(str(refusal(parse_train, words))) > 20

@@ -138,8 +138,10 @@ def describe(target: str) -> tuple[Hardware, Sequence[Any]]:
     jax.config.update("jax_platforms", "cpu")
     try:
         if hardware.gpu is None:
-            # No question to Google's servers about the machine that this runs on.
+            # No questions about the machine that this runs on, to Google's servers or in warnings.
             os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+            os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+            os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
             return hardware, topologies.get_topology_desc(target, "tpu").devices
         hosts = math.ceil(count / GPUS_PER_HOST)
         found = topologies.get_topology_desc(
