@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -165,6 +165,7 @@ class _Reader:
 
     def work(self, name: str) -> Work:
         total, computation = Work(), self.computations[name]
+        channels: set[str] = set()
         for operation in computation.values():
             kind = operation.kind
             if kind == "while":
@@ -181,7 +182,7 @@ class _Reader:
                 for called in operation.called("to_apply") + operation.called("calls"):
                     total.add(self.work(called))
             elif kind not in FREE and not kind.endswith(("-done", "-update")):
-                total.add(self._one(operation, computation))
+                total.add(self._one(operation, computation, channels))
         return total
 
     def _trips(self, loop: Operation) -> int:
@@ -206,23 +207,27 @@ class _Reader:
         step = int(steps[0].operands[0]) if count.kind == "add" and steps else 1
         return -(-int(end.operands[0]) // step)
 
-    def _one(self, operation: Operation, computation: Computation) -> Work:
+    def _one(self, operation: Operation, computation: Computation, channels: set[str]) -> Work:
+        """`channels`: those of the collectives so far, which are parts of several fusions if they
+        go on while these compute."""
         found = Work()
         kind = operation.kind.removesuffix("-start")
         if kind in COLLECTIVES:
-            self._exchange(found, operation, computation)
+            self._exchange(found, operation, computation, kind)
             return found
-        # A TPU's compiler fuses collectives with products, which it computes while it exchanges.
-        for name in operation.called("calls"):
-            for op in self.computations[name].values():
-                if op.kind in COLLECTIVES:
-                    self._exchange(found, op, self.computations[name])
         operands = [computation[name] for name in operation.operands if name in computation]
         written, read = operation.traffic, sum(operand.traffic for operand in operands)
         if kind == "fusion":
             (called,) = operation.called("calls")
             body = self.computations[called]
             written, read = _fusion_bytes(operation, body, operands)
+            # A TPU's compiler fuses collectives with what it computes while they go on.
+            for op in body.values():
+                channel = re.search(r"channel_id=(\d+)", op.rest)
+                if op.kind in COLLECTIVES and (channel is None or channel[1] not in channels):
+                    scattered = "AllReduceScatterFusion" in operation.rest
+                    self._exchange(found, op, body, "reduce-scatter" if scattered else op.kind)
+                    channels.update(channel.groups() if channel is not None else ())
         elif kind == "dynamic-update-slice":
             written = read = operands[1].traffic
         elif kind in ("dynamic-slice", "slice", "copy"):
@@ -279,8 +284,9 @@ class _Reader:
         if factor.dtype not in ("bf16", "f16"):
             found.wide_flops += flops
 
-    def _exchange(self, found: Work, operation: Operation, computation: Computation) -> None:
-        kind = operation.kind.removesuffix("-start")
+    def _exchange(
+        self, found: Work, operation: Operation, computation: Computation, kind: str
+    ) -> None:
         groups = _groups(operation.rest)
         size, n = sum(computation[name].size for name in operation.operands), len(groups[0])
         # By the size of the inputs: the results of one that is started list its inputs, too. A ring
@@ -305,7 +311,7 @@ def _fusion_bytes(
     operation: Operation, body: Computation, operands: list[Operation]
 ) -> tuple[float, float]:
     """Bytes that a fusion writes and reads: of an array that it only cuts from, or writes to in
-    place, the part."""
+    place, the part; nothing of one that it passes on, as those do that wait for a collective."""
 
     def source(name: str) -> str:
         """What `name` is another name of."""
@@ -316,6 +322,15 @@ def _fusion_bytes(
         if op.kind not in ("bitcast", "parameter", "constant"):
             for operand in op.operands:
                 users[source(operand)].append(op)
+    passed = re.search(r"output_to_operand_aliasing=\{(.*?)\}, calls=", operation.rest)
+    if passed is not None and any(op.kind in COLLECTIVES for op in body.values()):
+        pairs = re.findall(r"\{(\d*)\}: \((\d+)", passed[1])
+        results = {int(result or 0) for result, _ in pairs}
+        taken = {int(operand) for _, operand in pairs}
+        written = [a for i, a in enumerate(operation.arrays) if i not in results]
+        operation = replace(operation, arrays=tuple(written))
+        empty = Operation("parameter", (), (), "")
+        operands = [empty if i in taken else op for i, op in enumerate(operands)]
     read = 0.0
     parameters = [name for name, op in body.items() if op.kind == "parameter"]
     parameters.sort(key=lambda name: int(body[name].operands[0]))
@@ -349,18 +364,28 @@ def _groups(rest: str) -> list[list[int]]:
     if pairs is not None or listed is not None:
         text = (pairs or listed)[1]  # pyright: ignore[reportOptionalSubscript]
         return [[int(n) for n in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", text)]
-    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", rest)
+    mesh = re.search(
+        r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?\)?)\))? \{([^}]*)\}", rest
+    )
     if mesh is not None:
         axes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
-        ids, names = np.arange(math.prod(axes.values())).reshape(tuple(axes.values())), list(axes)
-        along = [names.index(name) for name in re.findall(r"'(\w+)'", mesh[2])]
+        names, sizes = list(axes), tuple(axes.values())
+        ids = _iota(mesh[2] or f"[{math.prod(sizes)}]").reshape(sizes)
+        along = [names.index(name) for name in re.findall(r"'(\w+)'", mesh[3])]
         last = np.moveaxis(ids, along, range(-len(along), 0))
         return last.reshape(-1, math.prod(ids.shape[axis] for axis in along)).tolist()
-    short = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest)
-    assert short is not None, "a collective without groups"
-    shape, dims, order = ([int(n) for n in (x or "").split(",") if n] for x in short.groups())
-    ids = np.arange(math.prod(dims)).reshape(dims)
-    return (ids.transpose(order) if order else ids).reshape(shape).tolist()
+    short = re.search(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", rest)
+    assert short is not None, f"a collective without groups that are known: {rest[:200]}"
+    return _iota(short[2]).reshape([int(n) for n in short[1].split(",")]).tolist()
+
+
+def _iota(text: str) -> np.ndarray:
+    """0, 1, 2, ... in a shape, perhaps with its axes in another order: `[16,8]T(1,0)`."""
+    shape, order = (
+        [int(n) for n in re.findall(r"\d+", part)] for part in (text + "T").split("T")[:2]
+    )
+    ids = np.arange(math.prod(shape)).reshape(shape)
+    return ids.transpose(order) if order else ids
 
 
 def _multiplications(

@@ -6,7 +6,7 @@ import pytest
 
 from gptlite.config import UserError
 from gptlite.estimate.hardware import HARDWARE, describe
-from gptlite.estimate.program import _Reader, parse, work
+from gptlite.estimate.program import _groups, _Reader, parse, work
 
 H100 = HARDWARE["h100"]
 
@@ -126,6 +126,64 @@ ENTRY %main (table: f32[100,8], row: f32[1,8], place: s32[]) -> f32[100,8] {
     found = work(program, H100)
     assert found.read == 4 * 8 + 4
     assert found.written == 4 * 8
+
+
+ASYNC = """
+%begin (param_0: bf16[4,8]) -> (bf16[4,8], bf16[16,8], u32[]) {
+  %param_0 = bf16[4,8]{1,0} parameter(0)
+  %gather.1 = bf16[16,8]{1,0} all-gather(%param_0), channel_id=5, GROUPS
+  ROOT %all.1 = (bf16[4,8]{1,0}, bf16[16,8]{1,0}, u32[]{:S(2)}) custom-call(%gather.1, %param_0)
+}
+
+%go_on (param_0: bf16[4,8], param_1: bf16[16,8]) -> (f32[32], bf16[16,8]) {
+  %param_0 = bf16[4,8]{1,0} parameter(0)
+  %param_1 = bf16[16,8]{1,0} parameter(1)
+  %param_2 = u32[]{:S(2)} parameter(2)
+  %param_3 = f32[32]{0} parameter(3)
+  %gather.2 = bf16[16,8]{1,0} all-gather(%param_0), channel_id=5, GROUPS
+  %sine = f32[32]{0} sine(%param_3)
+  ROOT %all.2 = (f32[32]{0}, bf16[16,8]{1,0}) custom-call(%gather.2, %sine, %param_1, %param_2)
+}
+
+%sum_up (param_0: f32[16,8]) -> f32[4,8] {
+  %param_0 = f32[16,8]{1,0} parameter(0)
+  %sum = f32[16,8]{1,0} all-reduce(%param_0), channel_id=6, GROUPS
+  ROOT %part = f32[4,8]{1,0} dynamic-slice(%sum)
+}
+
+ENTRY %main (w: bf16[4,8], x: f32[32], dw: f32[16,8]) -> (f32[32], bf16[16,8]) {
+  %w = bf16[4,8]{1,0} parameter(0)
+  %x = f32[32]{0} parameter(1)
+  %dw = f32[16,8]{1,0} parameter(2)
+  %start = (bf16[4,8]{1,0}, bf16[16,8]{1,0}, u32[]{:S(2)}) fusion(%w), ALIASES={{0}: (0, {})}, calls=%begin
+  %part.1 = bf16[4,8]{1,0} get-tuple-element(%start), index=0
+  %whole.1 = bf16[16,8]{1,0} get-tuple-element(%start), index=1
+  %flag = u32[]{:S(2)} get-tuple-element(%start), index=2
+  %scattered = f32[4,8]{1,0} fusion(%dw), calls=%sum_up, emitter="AllReduceScatterFusion"
+  ROOT %both = (f32[32]{0}, bf16[16,8]{1,0}) fusion(%part.1, %whole.1, %flag, %x), \
+    ALIASES={{1}: (1, {})}, calls=%go_on
+}
+""".replace("GROUPS", "replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}").replace(
+    "ALIASES", "output_to_operand_aliasing"
+)
+
+
+def test_a_collective_that_goes_on_in_several_fusions_counts_once():
+    found = work(ASYNC, HARDWARE["v5e"])
+    assert dict(found.collectives) == {
+        "all-gather": [1, 3 * 2 * 4 * 8],
+        "reduce-scatter": [1, 4 * 16 * 8 * 3 / 4],  # which the text has as an all-reduce
+    }
+    # The gathered matrix is written once, and the sine reads and writes its own.
+    assert found.written == 2 * 16 * 8 + 4 * 4 * 8 + 4 * 32
+    assert found.read == 4 * 16 * 8 + 2 * 4 * 8 + 4 * 32
+
+
+def test_groups_are_the_devices_of_a_mesh_in_its_order():
+    assert _groups("replica_groups=mesh['a'=2,'b'=3] {'a'}") == [[0, 3], [1, 4], [2, 5]]
+    order = "replica_groups=mesh['a'=2,'b'=3], device_ids=([3,2]T(1,0)) {'a'}"
+    assert _groups(order) == [[0, 1], [2, 3], [4, 5]]
+    assert _groups("replica_groups=[3,2]<=[2,3]T(1,0)") == [[0, 3], [1, 4], [2, 5]]
 
 
 def test_a_convolution_that_is_a_product_has_the_flops_of_the_product():
