@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -22,10 +23,12 @@ MakeRound = Callable[..., Round]
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One of the two benchmark shapes."""
+    """What all contenders train."""
 
     model: "ModelConfig"
     batch_size: int
+    vocab_size: int = 65
+    """TinyShakespeare's characters."""
 
     @property
     def tokens(self) -> int:
@@ -38,10 +41,18 @@ class Shape:
         model = self.model
         return model.n_layers * (4 * model.d_model**2 + 2 * model.d_model * model.d_hidden)
 
+    @property
+    def flops_per_token(self) -> float:
+        """Forward and backward: 6 a weight and 12 n_layers d_model context for attention (Chowdhery
+        et al., 2022, appendix B), which counts what the causal mask discards."""
+        model = self.model
+        weights = self.weights + self.vocab_size * model.d_model
+        return 6 * weights + 12 * model.n_layers * model.d_model * model.context_length
+
 
 def make_shape(name: str, block: str) -> Shape:
-    """`name`: S (nanoGPT's recipe for a CPU) or M (for a GPU). `block`: `gpt2`, with the biases
-    that Hugging Face's has and no dropout; `default`, gptlite's own."""
+    """`name`: S (nanoGPT's recipe for a CPU), M (for a GPU) or GPT2 (124 M parameters). `block`:
+    `gpt2`, with the biases that Hugging Face's has and no dropout; `default`, gptlite's own."""
     # Here, because startup.py's peer must not wait for it.
     from gptlite.config import ModelConfig
     from gptlite.presets import PRESETS
@@ -55,7 +66,8 @@ def make_shape(name: str, block: str) -> Shape:
             d_model=model.d_model,
             context_length=model.context_length,
         )
-    return Shape(model, config.training.batch_size)
+    vocab_size = 50_257 if name == "GPT2" else Shape.vocab_size
+    return Shape(model, config.training.batch_size, vocab_size)
 
 
 class Contender:
@@ -82,6 +94,11 @@ class Contender:
         self._pipe.send("memory")
         return self._pipe.recv()
 
+    def gpu_memory(self) -> float:
+        """MiB of the GPU that its arrays took at most, as JAX or PyTorch count them."""
+        self._pipe.send("gpu memory")
+        return self._pipe.recv()
+
     def close(self) -> float:
         """End the process. Its peak memory, in MiB."""
         self._pipe.send("close")
@@ -94,8 +111,13 @@ def _serve(pipe: Connection, make: MakeRound, args: tuple[Any, ...]) -> None:
     work = make(*args)
     work()  # warm-up, not measured
     pipe.send("ready")
+    answers = {
+        "round": work,
+        "memory": lambda: memory_now("RssAnon"),
+        "gpu memory": peak_gpu_memory,
+    }
     while (asked := pipe.recv()) != "close":
-        pipe.send(work() if asked == "round" else memory_now("RssAnon"))
+        pipe.send(answers[asked]())
     # Not getrusage, whose peak begins with that of the process that started this one.
     pipe.send(memory_now("VmHWM"))
 
@@ -107,6 +129,16 @@ def memory_now(field: str) -> float:
     return int(kilobytes) / 1024
 
 
+def peak_gpu_memory() -> float:
+    if "torch" in sys.modules:
+        import torch
+
+        return torch.cuda.max_memory_allocated() / 2**20
+    import jax
+
+    return jax.local_devices()[0].memory_stats()["peak_bytes_in_use"] / 2**20
+
+
 def interleave(contenders: Sequence[Contender], rounds: int) -> dict[str, list[float]]:
     """Each contender's seconds per round, measured in alternation: A B C, A B C, ..."""
     seconds = {contender.name: [] for contender in contenders}
@@ -116,11 +148,13 @@ def interleave(contenders: Sequence[Contender], rounds: int) -> dict[str, list[f
     return seconds
 
 
-def timed(work: Callable[[], Any], repeats: int) -> float:
-    """Mean seconds per call of `work`, over `repeats` calls."""
+def timed(work: Callable[[], Any], repeats: int, wait: Callable[[], Any] | None = None) -> float:
+    """Mean seconds per call of `work`, over `repeats` calls, and `wait` for the last."""
     start = time.perf_counter()
     for _ in range(repeats):
         work()
+    if wait is not None:
+        wait()
     return (time.perf_counter() - start) / repeats
 
 

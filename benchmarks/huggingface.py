@@ -6,8 +6,6 @@ from typing import Any
 
 from common import Round, Shape, timed
 
-VOCAB = 65
-
 
 def make_model(shape: Shape) -> Any:
     """GPT-2 of that shape, without dropout."""
@@ -16,7 +14,7 @@ def make_model(shape: Shape) -> Any:
 
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=VOCAB,
+        vocab_size=shape.vocab_size,
         n_positions=shape.model.context_length,
         n_embd=shape.model.d_model,
         n_layer=shape.model.n_layers,
@@ -32,25 +30,30 @@ def make_model(shape: Shape) -> Any:
     return model
 
 
-def make_train_round(shape: Shape, dtype: str, steps: int) -> Round:
+def make_train_round(
+    shape: Shape, dtype: str, steps: int, compiled: bool = False, device: str = "cpu"
+) -> Round:
     """A training step as Hugging Face's Trainer does it, without the key/value cache and with AdamW
     in its fused form."""
     import torch
 
-    model = make_model(shape).train()
+    model = make_model(shape).train().to(device)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1, fused=True
     )
-    ids = torch.randint(0, VOCAB, (shape.batch_size, shape.model.context_length))
+    if compiled:
+        model = torch.compile(model)
+    size = (shape.batch_size, shape.model.context_length)
+    ids = torch.randint(0, shape.vocab_size, size, device=device)
 
     def step():
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+        with torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16"):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    return lambda: timed(step, steps)
+    return lambda: timed(step, steps, torch.cuda.synchronize if device == "cuda" else None)
 
 
 def make_sample_round(shape: Shape, batch_size: int, new_tokens: int, repeats: int) -> Round:
@@ -79,7 +82,9 @@ if __name__ == "__main__":
     # For startup.py: the first step, or the first tokens, of a process of its own.
     # The shape S again, because to look it up would import gptlite.
     s: Any = SimpleNamespace(
-        model=SimpleNamespace(n_layers=4, n_heads=4, d_model=128, context_length=64), batch_size=12
+        model=SimpleNamespace(n_layers=4, n_heads=4, d_model=128, context_length=64),
+        batch_size=12,
+        vocab_size=65,
     )
     if sys.argv[1] == "train":
         make_train_round(s, "float32", 1)()

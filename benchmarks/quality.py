@@ -27,7 +27,7 @@ def main() -> None:
     rows, losses, times = [], [], []
     for seed in arguments.seeds:
         more = ("--training.seed", str(seed), *sys.argv[end + 1 :])
-        result, seconds = train(arguments.preset, *more)
+        result, _, seconds = train(arguments.preset, *more)
         losses.append(result["final_val_loss"])
         times.append(seconds)
         speed = f"{result['tokens_per_second']:,.0f}"
@@ -42,8 +42,8 @@ def main() -> None:
     print_table(header, rows)
 
 
-def train(*options: str) -> tuple[dict, float]:
-    """A run's result, and the seconds it took."""
+def train(*options: str) -> tuple[dict, list[dict], float]:
+    """A run's result, its metrics, and the seconds that the whole process took."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         start = time.perf_counter()
@@ -56,7 +56,13 @@ def train(*options: str) -> tuple[dict, float]:
         seconds = time.perf_counter() - start
         if done.returncode:
             sys.exit(f"train.py {' '.join(options)} failed")
-        return json.loads((folder / "runs" / "quality" / "result.json").read_text()), seconds
+        run = folder / "runs" / "quality"
+        metrics = (run / "metrics.jsonl").read_text().splitlines()
+        return (
+            json.loads((run / "result.json").read_text()),
+            [json.loads(line) for line in metrics],
+            seconds,
+        )
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def make_round(shape: Shape, batch_size: int, new_tokens: int, repeats: int) -> 
     from gptlite.runtime import set_up_jax
 
     set_up_jax(cpu_devices=math.gcd(2, batch_size))  # as sample.py
-    model = eqx.filter_jit(GPT)(shape.model, huggingface.VOCAB, key=jax.random.key(0))
+    model = eqx.filter_jit(GPT)(shape.model, shape.vocab_size, key=jax.random.key(0))
     model = prepare(model, batch_size)
     prompt = jnp.zeros((batch_size, 1), jnp.int32)
     keys = jax.random.split(jax.random.key(1), batch_size)

@@ -57,11 +57,11 @@ def make_round(shape: Shape, dtype: str, steps: int) -> Round:
     )
     set_up_jax(training.cpu_devices)
     adamw = dataclasses.replace(preset.optimizer, clip_norm=None)
-    model = eqx.filter_jit(GPT)(shape.model, huggingface.VOCAB, key=jax.random.key(0))
+    model = eqx.filter_jit(GPT)(shape.model, shape.vocab_size, key=jax.random.key(0))
     train_steps = TrainSteps(model, adamw, training, make_mesh())
     state = train_steps.init(model)
     rows = (steps, shape.batch_size, shape.model.context_length + 1)
-    windows = np.random.default_rng(0).integers(0, huggingface.VOCAB, rows, np.int32)
+    windows = np.random.default_rng(0).integers(0, shape.vocab_size, rows, np.int32)
 
     def dispatch():
         nonlocal state
@@ -69,14 +69,6 @@ def make_round(shape: Shape, dtype: str, steps: int) -> Round:
         metrics.loss.block_until_ready()
 
     return lambda: timed(dispatch, 1) / steps
-
-
-def flops_per_token(shape: Shape) -> float:
-    """Forward and backward: 6 a weight and 12 n_layers d_model context for attention (Chowdhery et
-    al., 2022, appendix B), which counts what the causal mask discards."""
-    model = shape.model
-    weights = shape.weights + huggingface.VOCAB * model.d_model
-    return 6 * weights + 12 * model.n_layers * model.d_model * model.context_length
 
 
 def main() -> None:
@@ -121,7 +113,7 @@ def compare(name: str, dtype: str, rounds: int) -> None:
     for contender in contenders[1:]:
         of = default if "default" in contender.name else gpt2
         times = seconds[contender.name]
-        flops = flops_per_token(of) * of.tokens / statistics.median(times)
+        flops = of.flops_per_token * of.tokens / statistics.median(times)
         rows.append(
             [
                 contender.name,

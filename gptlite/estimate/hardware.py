@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from gptlite.config import UserError, require
 
@@ -14,6 +14,8 @@ from gptlite.config import UserError, require
 class Hardware:
     """What a device can do at most. Rates are those of the data sheet, in one direction."""
 
+    kind: str
+    """What JAX calls the device."""
     flops: float
     """Products in bfloat16 a second, two for each multiply-add, without sparsity."""
     memory: int
@@ -22,11 +24,13 @@ class Hardware:
     """Bytes a second, from and to the memory."""
     link: float
     """Bytes a second that a device receives from the others of its host, or of its TPU slice."""
-    network: float
-    """Bytes a second that a device receives from other hosts, or other slices."""
     source: str
     gpu: str | None = None
     """What XLA's GPU compiler asks about the device."""
+
+    # 400 Gbit/s for each GPU, as in NVIDIA's own DGX machines.
+    network: ClassVar[float] = 50e9
+    """Bytes a second that a GPU receives from other hosts."""
 
 
 # Of the target, XLA's GPU compiler wants to know more than a data sheet says. These are the figures
@@ -48,14 +52,18 @@ device_description_str: "{name}"
 
 
 def _gpu(flops: float, link: float, source: str, **spec: Any) -> Hardware:
-    # 400 Gbit/s of network for each GPU, as in NVIDIA's own DGX machines.
     return Hardware(
-        flops, spec["memory"], spec["bandwidth"], link, 50e9, source, _GPU.format(**spec)
+        kind=spec["name"],
+        flops=flops,
+        memory=spec["memory"],
+        bandwidth=spec["bandwidth"],
+        link=link,
+        source=source,
+        gpu=_GPU.format(**spec),
     )
 
 
-# A TPU's links: Google gives the sum of both directions. The data centre's network: 50 Gbit/s for
-# each chip of a v5p; the others' is not given, and assumed to be the same.
+# Of a TPU's links, Google gives the sum of both directions.
 _GOOGLE = "docs.cloud.google.com/tpu/docs/"
 HARDWARE: dict[str, Hardware] = {
     "a100": _gpu(
@@ -103,11 +111,22 @@ HARDWARE: dict[str, Hardware] = {
         cache=132_644_864,
         capability="major: 10",
     ),
-    "v5e": Hardware(197e12, 16 * 2**30, 819e9, 200e9, 6.25e9, _GOOGLE + "v5e"),
-    "v5p": Hardware(459e12, 95 * 2**30, 2765e9, 600e9, 6.25e9, _GOOGLE + "v5p"),
-    "v6e": Hardware(918e12, 32 * 2**30, 1638e9, 400e9, 6.25e9, _GOOGLE + "v6e"),
+    "v5e": Hardware("TPU v5 lite", 197e12, 16 * 2**30, 819e9, 200e9, _GOOGLE + "v5e"),
+    "v5p": Hardware("TPU v5", 459e12, 95 * 2**30, 2765e9, 600e9, _GOOGLE + "v5p"),
+    "v6e": Hardware("TPU v6 lite", 918e12, 32 * 2**30, 1638e9, 400e9, _GOOGLE + "v6e"),
 }
 GPUS_PER_HOST = 8
+
+
+def peak_flops(kind: str) -> float:
+    """Products in bfloat16 a second, without sparsity, of the device that JAX calls `kind`.
+
+    **Raises:** `UserError` if its figures are not known here.
+    """
+    known = {hardware.kind: hardware.flops for hardware in HARDWARE.values()}
+    if kind not in known:
+        raise UserError(f"The peak of {kind!r} is not known. Known are: {', '.join(known)}.")
+    return known[kind]
 
 
 def describe(target: str) -> tuple[Hardware, Sequence[Any]]:
@@ -138,7 +157,9 @@ def describe(target: str) -> tuple[Hardware, Sequence[Any]]:
     jax.config.update("jax_platforms", "cpu")
     try:
         if hardware.gpu is None:
-            # No questions about the machine that this runs on, to Google's servers or in warnings.
+            # No TPU is taken from another process. No questions about this machine, to Google's
+            # servers or in warnings.
+            os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
             os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
             os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
             os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")

@@ -155,7 +155,8 @@ ENTRY %main (w: bf16[4,8], x: f32[32], dw: f32[16,8]) -> (f32[32], bf16[16,8]) {
   %w = bf16[4,8]{1,0} parameter(0)
   %x = f32[32]{0} parameter(1)
   %dw = f32[16,8]{1,0} parameter(2)
-  %start = (bf16[4,8]{1,0}, bf16[16,8]{1,0}, u32[]{:S(2)}) fusion(%w), ALIASES={{0}: (0, {})}, calls=%begin
+  %start = (bf16[4,8]{1,0}, bf16[16,8]{1,0}, u32[]{:S(2)}) fusion(%w), \
+    ALIASES={{0}: (0, {})}, calls=%begin
   %part.1 = bf16[4,8]{1,0} get-tuple-element(%start), index=0
   %whole.1 = bf16[16,8]{1,0} get-tuple-element(%start), index=1
   %flag = u32[]{:S(2)} get-tuple-element(%start), index=2

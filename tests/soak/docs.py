@@ -60,6 +60,13 @@ RULES: dict[str, str | None] = {
     "echo -n": "",
     "python compare.py": f"{TRAIN} --seeds 2",
     "python benchmarks/quality.py": TRAIN.replace("text.txt", "$PWD/text.txt"),
+    "python benchmarks/gpu.py": (
+        f"--cpu --shapes S --rounds 1 --steps 2 --peak 0.5 --loss 9 "
+        f"-- {TRAIN.replace('text.txt', '$PWD/text.txt')}"
+    ),
+    "python benchmarks/compile_for.py": (
+        f"--models 124M --targets h100:8 {TRAIN.replace('text.txt', '$PWD/text.txt')}"
+    ),
     "python benchmarks/train_speed.py": "--shapes S --rounds 1",
     "python benchmarks/sample_speed.py": "--shapes S --batches 1 --rounds 1",
     "python benchmarks/startup.py": "--rounds 1",
@@ -151,7 +158,7 @@ def run(command: str, folder: Path) -> None:
         print(f"skipped, because tiktoken's files are not in ../shared: {command}", flush=True)
         return
     compilers = ("jax_cuda13_plugin", "libtpu")
-    if "--compile-for" in command and not all(map(importlib.util.find_spec, compilers)):
+    if re.search("compile.for", command) and not all(map(importlib.util.find_spec, compilers)):
         print(f"skipped, because .[aot] is not installed: {command}", flush=True)
         return
     began = time.monotonic()

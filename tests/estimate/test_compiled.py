@@ -1,0 +1,97 @@
+"""Training steps that NVIDIA's and Google's compilers make, without their devices."""
+
+import dataclasses
+import importlib.util
+
+import equinox as eqx
+import jax
+import pytest
+
+from gptlite.config import OptimizerConfig, TrainingConfig
+from gptlite.estimate.hardware import describe
+from gptlite.estimate.program import Work, work
+from gptlite.estimate.report import report
+from gptlite.estimate.step import compile_step
+from gptlite.models.gpt import GPT
+from gptlite.presets import GPT2_SMALL
+from gptlite.sharding import make_mesh, size_on_device
+from gptlite.training.step import TrainSteps
+
+COMPILERS = {"h100:8": "jax_cuda13_plugin", "v5e:2x4": "libtpu"}
+# A layer's calls in the forward pass, once more in the backward pass (`remat`), and its gradients.
+ATTENTION = {
+    "h100:8": {"__cudnn$fmhaSoftmax": 2, "__cudnn$fmhaSoftmaxBackward": 1},
+    "v5e:2x4": {
+        "splash_mha_fwd_residuals": 2,
+        "splash_mha_dq_no_residuals": 1,
+        "splash_mha_dkv_no_residuals": 1,
+    },
+}
+DEVICES = 8
+MODEL = dataclasses.replace(
+    GPT2_SMALL, n_layers=2, n_heads=4, d_model=512, context_length=256, remat="block"
+)
+VOCAB = 2048
+
+
+@dataclasses.dataclass
+class Program:
+    """`state`, `parameters` and `used`: bytes of a device."""
+
+    state: int
+    parameters: int
+    used: float
+    work: Work
+    report: str
+
+
+@pytest.fixture(scope="module", params=COMPILERS)
+def programs(request):
+    """The target, and a program for each size of the mesh's axis `fsdp`."""
+    target = request.param
+    if importlib.util.find_spec(COMPILERS[target]) is None:
+        pytest.skip('needs the compilers: pip install -e ".[aot]"')
+    hardware, devices = describe(target)
+    shapes = eqx.filter_eval_shape(GPT, MODEL, VOCAB, key=jax.random.key(0))
+    found = {}
+    for fsdp in (1, DEVICES):
+        mesh = make_mesh(data=DEVICES // fsdp, fsdp=fsdp, tensor=1, devices=devices)
+        training = TrainingConfig(batch_size=DEVICES, accumulation=1)
+        steps = TrainSteps(shapes, OptimizerConfig(name="adamw"), training, mesh)
+        step = compile_step(shapes, steps)
+        state = steps.skeleton(shapes)
+        found[fsdp] = Program(
+            state=size_on_device(state),
+            parameters=size_on_device(state.model),
+            used=step.used,
+            work=work(step.compiled.as_text(), hardware),
+            report=report(step, hardware),
+        )
+    return target, found
+
+
+def test_attention_is_fused(programs):
+    target, found = programs
+    expected = {name: count * MODEL.n_layers for name, count in ATTENTION[target].items()}
+    for program in found.values():
+        assert dict(program.work.attention) == expected
+        assert program.work.wide_flops == 0
+        assert all(f"{count} x {name}" in program.report for name, count in expected.items())
+
+
+def test_the_state_is_divided_among_the_devices(programs):
+    """Within 10 %: norms and biases are kept by all."""
+    _, found = programs
+    whole, part = found[1], found[DEVICES]
+    assert part.state == pytest.approx(whole.state / DEVICES, rel=0.1)
+    assert part.used < 1.1 * (whole.used - whole.state + whole.state / DEVICES)
+
+
+def test_matrices_are_gathered_twice_and_never_more(programs):
+    """In bfloat16, for the forward and for the backward pass. Without FSDP there is nothing to
+    gather."""
+    _, found = programs
+    assert set(found[1].work.collectives) == {"all-reduce"}
+    once = found[1].parameters / 2 * (DEVICES - 1) / DEVICES
+    _, gathered = found[DEVICES].work.collectives["all-gather"]
+    assert 1.7 * once < gathered <= 2 * once
