@@ -172,5 +172,5 @@ def describe(target: str) -> tuple[Hardware, Sequence[Any]]:
     except (RuntimeError, ValueError) as error:  # no compiler, or no slice of this shape
         raise UserError(
             f"The compiler for {target} cannot be used here: {str(error).splitlines()[0]}. "
-            'pip install -e ".[aot]" installs the compilers, on Linux.'
+            'If it is not installed: pip install -e ".[aot]", on Linux.'
         ) from error

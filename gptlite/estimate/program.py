@@ -298,13 +298,18 @@ class _Reader:
             "all-to-all": size * (n - 1) / n,
             "collective-permute": size,
         }[kind]
-        crosses = self.hardware.gpu is not None and any(
-            len({device // GPUS_PER_HOST for device in group}) > 1 for group in groups
-        )
-        rate = self.hardware.network if crosses else self.hardware.link
         found.collectives[kind][0] += 1
         found.collectives[kind][1] += received
-        found.link_seconds += received / rate
+        found.link_seconds += received / min(map(self._rate, groups))
+
+    def _rate(self, group: list[int]) -> float:
+        """Bytes a second that each device of `group` receives from the others."""
+        hosts = {device // GPUS_PER_HOST for device in group}
+        if self.hardware.gpu is None or len(hosts) == 1:
+            return self.hardware.link
+        # What a host receives comes through the networks of all its GPUs that are in the group, and
+        # goes from GPU to GPU inside.
+        return min(self.hardware.link, self.hardware.network * len(group) / len(hosts))
 
 
 def _fusion_bytes(

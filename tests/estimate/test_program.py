@@ -169,6 +169,15 @@ ENTRY %main (w: bf16[4,8], x: f32[32], dw: f32[16,8]) -> (f32[32], bf16[16,8]) {
 )
 
 
+def test_gpus_of_a_host_share_their_networks():
+    program = PROGRAM.replace("[2,4]<=[8]", "[1,16]<=[16]")  # two hosts, each with 8 GPUs
+    link_seconds = work(program, H100).link_seconds - work(PROGRAM, H100).link_seconds
+    gathered = 2 * 16 * 4
+    expected = 15 * gathered / (8 * H100.network) - 3 * gathered / H100.link
+    assert link_seconds == pytest.approx(expected)
+    assert 8 * H100.network < H100.link
+
+
 def test_a_collective_that_goes_on_in_several_fusions_counts_once():
     found = work(ASYNC, HARDWARE["v5e"])
     assert dict(found.collectives) == {
