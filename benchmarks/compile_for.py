@@ -47,7 +47,9 @@ ROWS = [
     ("7B", 32, "h100:8", "--mesh.fsdp 8"),
     ("7B", 512, "h100:64", "--mesh.fsdp 64"),
     ("7B", 512, "h100:64", "--mesh.fsdp 8"),
-    ("7B", 8, "v5e:2x4", "--mesh.fsdp 8"),
+    ("7B", 1024, "h100:1024", "--mesh.fsdp 8"),
+    ("7B", 1024, "h100:1024", "--mesh.fsdp 64"),
+    ("7B", 8, "v5e:2x4", "--mesh.fsdp 8 --optimizer.state-dtype bfloat16"),
     ("7B", 512, "v5e:16x16", "--mesh.fsdp 16"),
     ("7B", 512, "v5e:16x16", "--mesh.fsdp 256"),
     ("7B", 32, "v5p:2x2x2", "--mesh.fsdp 8"),
@@ -55,7 +57,8 @@ ROWS = [
     ("7B", 256, "v5p:4x4x4", "--mesh.fsdp 16"),
     ("7B", 4096, "v5p:8x16x16", "--mesh.fsdp 16"),
 ]
-HEADER = ["rows", "device", "options", "GB", "gathered", "reduced", "other", "links", "step", "MFU"]
+RECEIVED = ("gathered", "reduced", "other")
+HEADER = ("rows", "devices", "options", "memory, GB", *RECEIVED, "links", "step", "MFU")
 REDUCED = ("all-reduce", "reduce-scatter")
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gptlite.estimate.hardware import Hardware
-from gptlite.estimate.step import CompiledStep, compile_step, usable_memory
+from gptlite.estimate.step import CompiledStep, compile_step, memory_share, usable_memory
 from gptlite.progress import log
 from gptlite.sharding import size_on_device
 from gptlite.training.step import TrainSteps
@@ -31,7 +31,7 @@ def largest_step(
         step = tried[rows] = compile_step(model, make_steps(rows))
         size = step.refusal or f"{step.used / 1e9:.2f} GB of {usable / 1e9:.1f}"
         log(f"{rows:,} rows: {size} ({step.seconds:.0f} s)")
-        return step.used / usable
+        return memory_share(step, hardware)
 
     fits, fails = largest_batch(
         used,

@@ -4,7 +4,7 @@ import heapq
 
 from gptlite.estimate.hardware import Hardware
 from gptlite.estimate.program import Work, work
-from gptlite.estimate.step import CompiledStep, usable_memory
+from gptlite.estimate.step import CompiledStep, memory_share, usable_memory
 from gptlite.models.summary import flops_per_token
 from gptlite.sharding import size_on_device
 
@@ -45,7 +45,7 @@ def _memory(step: CompiledStep, hardware: Hardware) -> list[str]:
         "activations, gradients": step.compiled.memory_analysis().temp_size_in_bytes,
     }
     total, usable = step.used, usable_memory(hardware)
-    if total <= usable:
+    if memory_share(step, hardware) <= 1:
         verdict = "it fits"
     elif total <= hardware.memory:
         verdict = (

@@ -58,3 +58,11 @@ def compile_step(model: Any, steps: TrainSteps) -> CompiledStep:
 def usable_memory(hardware: Hardware) -> float:
     """Bytes of a device's memory that JAX takes by default."""
     return hardware.memory * (GPU_FRACTION if hardware.gpu else 1)
+
+
+def memory_share(step: CompiledStep, hardware: Hardware) -> float:
+    """Which share of the usable memory a step takes. Up to 1, it fits."""
+    share = step.used / usable_memory(hardware)
+    # A TPU's compiler refuses what does not fit. What it says of a step that is close to the limit
+    # adds up to a little more than the memory.
+    return share if hardware.gpu or step.compiled is None else min(share, 1.0)

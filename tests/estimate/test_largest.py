@@ -1,8 +1,14 @@
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from gptlite.estimate.hardware import HARDWARE
 from gptlite.estimate.largest import TOLERANCE, TRIES, largest_batch
+from gptlite.estimate.step import CompiledStep, memory_share
+
+ANY: Any = None
 
 
 @pytest.mark.parametrize("unit", [1, 8])
@@ -39,3 +45,26 @@ def test_the_largest_batch_is_found_with_few_tries(unit, start, limit, kind):
 def test_nothing_fits_beside_a_state_that_is_too_large():
     fits, fails = largest_batch(lambda rows: 1.5 + rows, 1.5, 64, 4)
     assert (fits, fails) == (0, 4)
+
+
+class FakeCompiled:
+    """A program that takes 20 GB."""
+
+    def memory_analysis(self):
+        return SimpleNamespace(
+            argument_size_in_bytes=12e9,
+            temp_size_in_bytes=8e9,
+            output_size_in_bytes=12e9,
+            alias_size_in_bytes=12e9,
+            generated_code_size_in_bytes=0,
+        )
+
+
+def test_what_a_tpu_compiler_takes_fits():
+    taken = CompiledStep(None, ANY, FakeCompiled(), "", 1.0)
+    refused = CompiledStep(None, ANY, None, "too much", 1.0)
+    v5e, h100 = HARDWARE["v5e"], HARDWARE["h100"]
+    assert taken.used == 20e9
+    assert memory_share(taken, v5e) == 1.0
+    assert memory_share(taken, h100) == pytest.approx(20e9 / (0.75 * h100.memory))
+    assert memory_share(refused, v5e) == math.inf

@@ -61,11 +61,12 @@ RULES: dict[str, str | None] = {
     "python compare.py": f"{TRAIN} --seeds 2",
     "python benchmarks/quality.py": TRAIN.replace("text.txt", "$PWD/text.txt"),
     "python benchmarks/gpu.py": (
-        f"--cpu --shapes S --rounds 1 --steps 2 --peak 0.5 --loss 9 "
+        "--cpu --shapes S --rounds 1 --steps 2 --peak 0.5 --loss 9 "
         f"-- {TRAIN.replace('text.txt', '$PWD/text.txt')}"
     ),
     "python benchmarks/compile_for.py": (
-        f"--models 124M --targets h100:8 {TRAIN.replace('text.txt', '$PWD/text.txt')}"
+        "--models 124M --targets h100:8 --model.n-layers 1 --model.n-heads 2 --model.d-model 16 "
+        "--model.context-length 16 --data.corpus $PWD/text.txt --data.tokenizer byte"
     ),
     "python benchmarks/train_speed.py": "--shapes S --rounds 1",
     "python benchmarks/sample_speed.py": "--shapes S --batches 1 --rounds 1",
