@@ -29,9 +29,10 @@ def report(step: CompiledStep, hardware: Hardware) -> str:
     found = work(step.compiled.as_text(), hardware)
     lines += _memory(step, hardware)
     lines += ["", *_arithmetic(found), *_exchange(found), ""]
-    # Model FLOPs utilization (Chowdhery et al., 2022, "PaLM", appendix B): what is computed once
-    # more does not count. There, the masked half of attention counts; here, little of it does.
-    useful = flops_per_token(model)[1] * tokens / devices
+    # Model FLOPs utilization (Chowdhery et al., 2022, "PaLM", appendix B): the backward pass counts
+    # twice the forward pass, and what is computed once more does not. There, the masked half of
+    # attention counts; here, little of it does.
+    useful = 3 * flops_per_token(model)[0] * tokens / devices
     lines += _bound(found, hardware, useful)
     lines += ["", f"Compiled in {step.seconds:.0f} s. Peaks: {hardware.source}."]
     return "\n".join(lines)

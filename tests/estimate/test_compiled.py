@@ -2,17 +2,19 @@
 
 import dataclasses
 import importlib.util
+import re
 
 import equinox as eqx
 import jax
 import pytest
 
 from gptlite.config import OptimizerConfig, TrainingConfig
-from gptlite.estimate.hardware import describe
+from gptlite.estimate.hardware import HARDWARE, describe
 from gptlite.estimate.program import Work, work
 from gptlite.estimate.report import report
 from gptlite.estimate.step import compile_step
 from gptlite.models.gpt import GPT
+from gptlite.models.summary import flops_per_token
 from gptlite.presets import GPT2_SMALL
 from gptlite.sharding import make_mesh, size_on_device
 from gptlite.training.step import TrainSteps
@@ -77,6 +79,19 @@ def test_attention_is_fused(programs):
         assert dict(program.work.attention) == expected
         assert program.work.wide_flops == 0
         assert all(f"{count} x {name}" in program.report for name, count in expected.items())
+
+
+def test_mfu_does_not_count_what_is_computed_again(programs):
+    target, found = programs
+    shapes = eqx.filter_eval_shape(GPT, MODEL, VOCAB, key=jax.random.key(0))
+    forward, _ = flops_per_token(shapes)
+    for program in found.values():
+        useful = 3 * forward * MODEL.context_length  # a row on each device
+        assert useful < 0.9 * program.work.flops
+        least = max(program.work.seconds, program.work.link_seconds)
+        (percent,) = re.findall(r"MFU at most (\d+)%", program.report)
+        peak = HARDWARE[target.split(":")[0]].flops
+        assert int(percent) == pytest.approx(100 * useful / peak / least, abs=0.51)
 
 
 def test_the_state_is_divided_among_the_devices(programs):
