@@ -121,12 +121,12 @@ def test_a_cluster_of_one_process_is_an_ordinary_run(tmp_path):
 def test_a_killed_process_is_named(tmp_path):
     (tmp_path / "rhyme.txt").write_text(TEXT, encoding="utf-8")
     command = ["quick", "--data.corpus", "rhyme.txt", *SETTINGS, "--run", "long"]
-    command += ["--training.steps", "1000000", "--distributed.missing-seconds", "3"]
+    command += ["--training.steps", "1000000", "--distributed.missing-seconds", "5"]
     processes = Processes(tmp_path, command, command)
     processes.wait_for("step ")
     processes.all[1].kill()
     assert processes.codes() == [2, -signal.SIGKILL]
-    assert "error: Process 1 of 2: not heard of for 3 s" in processes.said(0)
+    assert "error: Process 1 of 2: not heard of for 5 s" in processes.said(0)
 
 
 @pytest.mark.parametrize(
