@@ -203,10 +203,17 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def print_machine() -> None:
-    """What the figures below were taken on."""
+    """What the figures below were taken on.
+
+    **Raises:** `SystemExit` if the peers are not installed.
+    """
     import jax
-    import torch
-    import transformers
+
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        sys.exit(f'{error}. The benchmarks need their peers: pip install -e ".[bench]"')
 
     model = platform.processor()
     if os.path.exists("/proc/cpuinfo"):

@@ -65,12 +65,16 @@ REDUCED = ("all-reduce", "reduce-scatter")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--targets", default="", help="only those that begin so, such as h100:8")
+    parser.add_argument("--targets", help="only these: h100 for all of its rows, or h100:8")
     arguments, more = parser.parse_known_args()
+    names = {name for *_, target, _ in ROWS for name in (target, target.partition(":")[0])}
+    if arguments.targets not in {None, *names}:
+        parser.error(f"--targets must be one of {', '.join(sorted(names))}")
     for model in arguments.models:
         table = []
         for name, rows, target, options in ROWS:
-            if name == model and target.startswith(arguments.targets):
+            wanted = (None, target, target.partition(":")[0])
+            if name == model and arguments.targets in wanted:
                 words = f"--training.batch-size {rows} {options} --compile-for {target}"
                 report = compile_for(f"{MODELS[model]} {words}", more)
                 table.append([f"{rows:,}", target, f"`{options}`" * bool(options), *read(report)])
@@ -93,18 +97,18 @@ def read(report: str) -> list[str]:
     """GB of a device's memory, and of what it receives; milliseconds; MFU."""
 
     def number(name: str) -> str:
-        (found,) = re.findall(rf"^  {name} +([\d.]+)", report, flags=re.MULTILINE)
-        return found
+        (found,) = re.findall(rf"^  {name} +([\d.e-]+)", report, flags=re.MULTILINE)
+        return f"{float(found):.1f}"
 
     if "It does not fit: " in report:  # a TPU's compiler has refused it
         return ["does not fit", *[""] * 6]
-    received = dict(re.findall(r"received, ([\w-]+) +([\d.]+)", report))
+    received = dict(re.findall(r"received, ([\w-]+) +([\d.e-]+)", report))
     size = {kind: float(gigabytes) for kind, gigabytes in received.items()}
     reduced = sum(size.get(kind, 0) for kind in REDUCED)
     gathered = size.get("all-gather", 0.0)
     other = sum(size.values()) - reduced - gathered
     (mfu,) = re.findall(r"MFU at most (\d+)%", report)
-    memory = f"{float(number('in all')):.1f}" + ": does not fit" * ("it does not fit" in report)
+    memory = number("in all") + ": does not fit" * ("it does not fit" in report)
     exchanged = [f"{x:.1f}" if x >= 0.05 else "" for x in (gathered, reduced, other)]
     return [memory, *exchanged, number("links"), number("a step"), f"{mfu} %"]
 

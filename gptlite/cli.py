@@ -107,6 +107,10 @@ class TrainArguments:
             self.fit is None or self.compile_for is not None,
             f"--fit {self.fit} needs --compile-for: it looks for what fits on those devices.",
         )
+        require(
+            not (self.summary and self.compile_for is not None),
+            "--summary and --compile-for each print a table and stop: give one of them.",
+        )
 
 
 @dataclass(frozen=True)

@@ -389,6 +389,11 @@ def targets_cpu() -> bool:
     return _device_kind() == "cpu"
 
 
+def is_seeds_mesh() -> bool:
+    """Whether each of several devices of the mesh trains models of its own."""
+    return jax.sharding.get_abstract_mesh().shape.get(SEEDS, 1) > 1
+
+
 def _device_kind() -> str:
     """The kind of the devices of the mesh, as JAX calls it; empty without a mesh."""
     device = jax.sharding.get_abstract_mesh().abstract_device

@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from gptlite.config import UserError, require
 
@@ -27,10 +27,10 @@ class Hardware:
     source: str
     gpu: str | None = None
     """What XLA's GPU compiler asks about the device."""
-
-    # 400 Gbit/s for each GPU, as in NVIDIA's own DGX machines.
-    network: ClassVar[float] = 50e9
-    """Bytes a second that a GPU receives from other hosts."""
+    network: float | None = None
+    """Bytes a second that a GPU receives from other hosts, in NVIDIA's own DGX machines."""
+    slices: str = ""
+    """Of a TPU with two dimensions: the slices that there are. Of others, the compiler says it."""
 
 
 # Of the target, XLA's GPU compiler wants to know more than a data sheet says. These are the figures
@@ -51,7 +51,7 @@ device_description_str: "{name}"
 """
 
 
-def _gpu(flops: float, link: float, source: str, **spec: Any) -> Hardware:
+def _gpu(flops: float, link: float, network: float, source: str, **spec: Any) -> Hardware:
     return Hardware(
         kind=spec["name"],
         flops=flops,
@@ -59,16 +59,19 @@ def _gpu(flops: float, link: float, source: str, **spec: Any) -> Hardware:
         bandwidth=spec["bandwidth"],
         link=link,
         source=source,
+        network=network,
         gpu=_GPU.format(**spec),
     )
 
 
-# Of a TPU's links, Google gives the sum of both directions.
+# Of a TPU's links, Google gives the sum of both directions, and of all ports.
 _GOOGLE = "docs.cloud.google.com/tpu/docs/"
+_FLAT = "1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16"
 HARDWARE: dict[str, Hardware] = {
     "a100": _gpu(
         312e12,
         300e9,
+        25e9,
         "NVIDIA A100 80GB SXM data sheet",
         name="NVIDIA A100-SXM4-80GB",
         memory=85_100_068_864,
@@ -84,6 +87,7 @@ HARDWARE: dict[str, Hardware] = {
     "h100": _gpu(
         989.4e12,
         450e9,
+        50e9,
         "NVIDIA H100 SXM data sheet",
         name="NVIDIA H100 80GB HBM3",
         memory=84_978_434_048,
@@ -99,6 +103,7 @@ HARDWARE: dict[str, Hardware] = {
     "b200": _gpu(
         2250e12,
         900e9,
+        50e9,
         "NVIDIA B200 (DGX B200) data sheet",
         name="NVIDIA B200",
         memory=191_514_411_008,
@@ -111,9 +116,11 @@ HARDWARE: dict[str, Hardware] = {
         cache=132_644_864,
         capability="major: 10",
     ),
-    "v5e": Hardware("TPU v5 lite", 197e12, 16 * 2**30, 819e9, 200e9, _GOOGLE + "v5e"),
+    "v5e": Hardware("TPU v5 lite", 197e12, 16 * 2**30, 819e9, 200e9, _GOOGLE + "v5e", slices=_FLAT),
     "v5p": Hardware("TPU v5", 459e12, 95 * 2**30, 2765e9, 600e9, _GOOGLE + "v5p"),
-    "v6e": Hardware("TPU v6 lite", 918e12, 32 * 2**30, 1638e9, 400e9, _GOOGLE + "v6e"),
+    "v6e": Hardware(
+        "TPU v6 lite", 918e12, 32 * 2**30, 1638e9, 400e9, _GOOGLE + "v6e", slices=_FLAT
+    ),
 }
 GPUS_PER_HOST = 8
 
@@ -137,13 +144,23 @@ def describe(target: str) -> tuple[Hardware, Sequence[Any]]:
     """
     name, _, size = target.partition(":")
     hardware = HARDWARE.get(name)
-    pattern = r"[1-9]\d{0,4}" if hardware is not None and hardware.gpu else r"\d+x\d+(x\d+)?"
-    if hardware is None or not re.fullmatch(pattern, size):
+    if hardware is None or not re.fullmatch(
+        r"[1-9]\d{0,4}" if hardware.gpu else r"\d{1,3}(x\d{1,3}){1,2}", size
+    ):
         raise UserError(
             "--compile-for must be a GPU and how many of them, such as h100:8, or a TPU and the "
             f"shape of its slice, such as v5e:4x4, got {target!r}. There are: "
             f"{', '.join(HARDWARE)}."
         )
+    slices = hardware.slices.split(", ") if hardware.slices else []
+    require(
+        size in slices or not slices,
+        f"--compile-for {name}: slices are {hardware.slices}, got {size}.",
+    )
+    require(
+        hardware.gpu is not None or bool(slices) or size.count("x") == 2,
+        f"--compile-for {name}: a slice has three sizes, such as 4x4x4, got {size}.",
+    )
     count = int(size) if hardware.gpu else 1
     require(
         count <= GPUS_PER_HOST or count % GPUS_PER_HOST == 0,
@@ -163,14 +180,19 @@ def describe(target: str) -> tuple[Hardware, Sequence[Any]]:
             os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
             os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
             os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
-            return hardware, topologies.get_topology_desc(target, "tpu").devices
+            # By default, a host has four chips.
+            alone = {"chips_per_host_bounds": (1, 1, 1)} if size == "1x1" else {}
+            return hardware, topologies.get_topology_desc(target, "tpu", **alone).devices
         hosts = math.ceil(count / GPUS_PER_HOST)
         found = topologies.get_topology_desc(
             name, "cuda", topology=f"{hosts}x1x{count // hosts}", target_config=hardware.gpu
         )
         return hardware, found.devices
-    except (RuntimeError, ValueError) as error:  # no compiler, or no slice of this shape
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
         raise UserError(
-            f"The compiler for {target} cannot be used here: {str(error).splitlines()[0]}. "
-            'If it is not installed: pip install -e ".[aot]", on Linux.'
+            f"There is no slice {target}: {reason}"
+            if "INVALID_ARGUMENT" in reason
+            else f"The compiler for {target} cannot be used here: {reason}. If it is not "
+            'installed: pip install -e ".[aot]", on Linux.'
         ) from error

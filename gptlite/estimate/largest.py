@@ -29,7 +29,7 @@ def largest_step(
 
     def used(rows: int) -> float:
         step = tried[rows] = compile_step(model, make_steps(rows))
-        size = step.refusal or f"{step.used / 1e9:.2f} GB of {usable / 1e9:.1f}"
+        size = step.refusal or f"{step.used / 1e9:.2f} GB of {usable / 1e9:.2f}"
         log(f"{rows:,} rows: {size} ({step.seconds:.0f} s)")
         return memory_share(step, hardware)
 

@@ -122,7 +122,7 @@ class Work:
     longest counts."""
 
     flops: float = 0.0
-    """Of products: two for each multiply-add, and half of a causal attention."""
+    """Of products: two for each multiply-add, and of attention those that its mask leaves."""
     wide_flops: float = 0.0
     """Those of products whose factors are not in half precision."""
     read: float = 0.0
@@ -139,12 +139,15 @@ class Work:
     """For each kind: how many, and the bytes that a device receives."""
     link_seconds: float = 0.0
     """That these bytes take, at least."""
+    unknown_loops: int = 0
+    """Loops that count once, because the program does not say how often they run."""
     by_operation: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds, by kind and results."""
 
     def add(self, other: "Work", times: int = 1) -> None:
         for name in ("flops", "wide_flops", "read", "written", "seconds", "link_seconds"):
             setattr(self, name, getattr(self, name) + times * getattr(other, name))
+        self.unknown_loops += other.unknown_loops
         for name in ("attention", "by_operation"):
             for key, count in getattr(other, name).items():
                 getattr(self, name)[key] += times * count
@@ -170,7 +173,9 @@ class _Reader:
             kind = operation.kind
             if kind == "while":
                 (body,) = operation.called("body")
-                total.add(self.work(body), self._trips(operation))
+                trips = self._trips(operation)
+                total.add(self.work(body), trips or 1)
+                total.unknown_loops += trips is None
             elif kind == "conditional":
                 branches = operation.called("branch_computations") or [
                     *operation.called("true_computation"),
@@ -185,8 +190,8 @@ class _Reader:
                 total.add(self._one(operation, computation, channels))
         return total
 
-    def _trips(self, loop: Operation) -> int:
-        """How often a loop runs; once, if the program does not say it."""
+    def _trips(self, loop: Operation) -> int | None:
+        """How often a loop runs; None if the program does not say it."""
         if known := _TRIPS.search(loop.rest):
             return int(known[1])
         # A TPU's compiler does not note it: the loop counts from 0 to a constant.
@@ -197,11 +202,11 @@ class _Reader:
         *_, test = condition.values()
         *_, results = body.values()
         if test.kind != "compare" or "direction=LT" not in test.rest:
-            return 1
+            return None
         counter, end = (condition[name] for name in test.operands)
         index = re.search(r"index=(\d+)", counter.rest)
         if index is None or end.kind != "constant":
-            return 1
+            return None
         count = body[results.operands[int(index[1])]]
         steps = [body[name] for name in count.operands if body[name].kind == "constant"]
         step = int(steps[0].operands[0]) if count.kind == "add" and steps else 1
@@ -264,8 +269,7 @@ class _Reader:
             factors = [array for name in operation.operands for array in computation[name].arrays]
             arrays = operation.arrays if kernel[1] else factors
             shape = next(array.shape for array in arrays if array.dtype in ("bf16", "f16"))
-            causal = 2 if re.search(r"CAUSAL|splash_causal", rest) else 1
-            found.flops += products * 2 * math.prod(shape) * shape[-2] / causal
+            found.flops += products * 2 * math.prod(shape) * _mean_keys(rest, shape[-2])
             return
         contracted = re.search(r"lhs_contracting_dim(?:s=\{|ensions\":\[)([\d,\"]*)", rest)
         if kind == "convolution":
@@ -300,16 +304,30 @@ class _Reader:
         }[kind]
         found.collectives[kind][0] += 1
         found.collectives[kind][1] += received
-        found.link_seconds += received / min(map(self._rate, groups))
+        found.link_seconds += max(self._link_seconds(kind, received, group) for group in groups)
 
-    def _rate(self, group: list[int]) -> float:
-        """Bytes a second that each device of `group` receives from the others."""
-        hosts = {device // GPUS_PER_HOST for device in group}
-        if self.hardware.gpu is None or len(hosts) == 1:
-            return self.hardware.link
-        # What a host receives comes through the networks of all its GPUs that are in the group, and
-        # goes from GPU to GPU inside.
-        return min(self.hardware.link, self.hardware.network * len(group) / len(hosts))
+    def _link_seconds(self, kind: str, received: float, group: list[int]) -> float:
+        """How long it takes, at least, until each device of `group` has received so many bytes."""
+        hosts = len({device // GPUS_PER_HOST for device in group})
+        if self.hardware.network is None or hosts == 1:
+            return received / self.hardware.link
+        # What all GPUs of a host are to have comes to the host once, in equal parts through their
+        # networks, and goes on from GPU to GPU. What one of them is to have comes through its own.
+        if kind == "all-to-all":
+            outside = (len(group) - len(group) / hosts) / (len(group) - 1)
+        else:
+            outside = (hosts - 1) / (len(group) - 1)
+        return received * max(outside / self.hardware.network, (1 - outside) / self.hardware.link)
+
+
+def _mean_keys(kernel: str, seq: int) -> float:
+    """How many of `seq` keys a query of an attention kernel sees on average. Of a causal one, half:
+    as many as a kernel multiplies that leaves out nothing but whole blocks above the diagonal."""
+    window = re.search(r'sliding_window_length": "?(\d+)|splash_window(\d+)', kernel)
+    if window is not None:
+        width = min(int(window[1] or window[2]), seq)
+        return min(seq / 2, width - width * (width - 1) / (2 * seq))
+    return seq / 2 if re.search(r"CAUSAL|splash_causal", kernel) else seq
 
 
 def _fusion_bytes(

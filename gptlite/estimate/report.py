@@ -38,6 +38,11 @@ def report(step: CompiledStep, hardware: Hardware) -> str:
     return "\n".join(lines)
 
 
+def _figure(value: float) -> str:
+    """With two decimals, or, of a small one, two digits."""
+    return f"{value:>8.2f}" if value == 0 or value >= 0.1 else f"{value:>8.2g}"
+
+
 def _memory(step: CompiledStep, hardware: Hardware) -> list[str]:
     state = step.steps.skeleton(step.model)
     parts = {
@@ -57,27 +62,34 @@ def _memory(step: CompiledStep, hardware: Hardware) -> list[str]:
         verdict = "it does not fit"
     return [
         "memory of a device             GB",
-        *(f"  {name:<22} {size / 1e9:>8.2f}" for name, size in parts.items()),
-        f"  {'in all':<22} {total / 1e9:>8.2f}  of {hardware.memory / 1e9:.1f}: {verdict}",
+        *(f"  {name:<22} {_figure(size / 1e9)}" for name, size in parts.items()),
+        f"  {'in all':<22} {_figure(total / 1e9)}  of {hardware.memory / 1e9:.1f}: {verdict}",
     ]
 
 
 def _arithmetic(found: Work) -> list[str]:
     attention = ", ".join(f"{count} x {name}" for name, count in sorted(found.attention.items()))
-    return [
+    lines = [
         "a step, on each device",
-        f"  products               {found.flops / 1e12:>8.2f}  TFLOP, "
-        f"{found.wide_flops / 1e12:.2f} of them not in half precision",
-        f"  read, written          {found.read / 1e9:>8.2f}  {found.written / 1e9:.2f} GB",
+        f"  products               {_figure(found.flops / 1e12)}  TFLOP, "
+        f"{_figure(found.wide_flops / 1e12).strip()} of them not in half precision",
+        f"  read, written          {_figure(found.read / 1e9)}  "
+        f"{_figure(found.written / 1e9).strip()} GB",
         f"  fused attention        {attention or 'none':>8}",
     ]
+    if found.unknown_loops:
+        lines.append(
+            f"  loops                  {found.unknown_loops:>8}  are counted once, for it is not "
+            "known how often they run: the true figures are larger"
+        )
+    return lines
 
 
 def _exchange(found: Work) -> list[str]:
     if not found.collectives:
         return ["  received               nothing"]
     return [
-        f"  received, {kind:<18} {size / 1e9:>8.3f}  GB in {count:.0f}"
+        f"  received, {kind:<18} {_figure(size / 1e9)}  GB in {count:.0f}"
         for kind, (count, size) in sorted(found.collectives.items())
     ]
 
@@ -93,9 +105,9 @@ def _bound(found: Work, hardware: Hardware, useful: float) -> list[str]:
     longest = heapq.nlargest(LONGEST, found.by_operation.items(), key=lambda item: item[1])
     return [
         "at least, at the data sheet's peaks   ms",
-        *(f"  {name:<28} {seconds * 1e3:>8.2f}" for name, seconds in rows.items()),
-        f"  a step                       {least * 1e3:>8.2f}  MFU at most "
+        *(f"  {name:<28} {_figure(seconds * 1e3)}" for name, seconds in rows.items()),
+        f"  a step                       {_figure(least * 1e3)}  MFU at most "
         f"{useful / hardware.flops / least:.0%}",
         "of that, operations with these results",
-        *(f"  {seconds * 1e3:>37.2f}  {name}" for name, seconds in longest),
+        *(f"  {_figure(seconds * 1e3):>37}  {name}" for name, seconds in longest),
     ]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from gptlite.sharding import map_heads, targets_nvidia, targets_tpu
+from gptlite.sharding import is_seeds_mesh, map_heads, targets_nvidia, targets_tpu
 
 Heads = Float[Array, "*batch heads seq d_head"]
 KVHeads = Float[Array, "*batch kv_heads seq d_head"]
@@ -30,7 +30,10 @@ def fused_attention(
         half = query.dtype in (jnp.float16, jnp.bfloat16)
         fits = half and d_head % 8 == 0 and d_head <= 128
         return _cudnn(query, key, value, is_causal, window) if fits else None
-    if targets_tpu() and query.dtype == jnp.bfloat16 and seq % SPLASH_BLOCKS[-1] == 0:
+    fits = query.dtype == jnp.bfloat16 and seq % SPLASH_BLOCKS[-1] == 0
+    # (The compiler does not divide the kernel over seeds, nor can `map_heads`, which is inside of
+    # the `vmap` over them.)
+    if targets_tpu() and fits and not is_seeds_mesh():
         return _splash(query, key, value, is_causal, window)
     return None
 
@@ -68,12 +71,14 @@ def _splash(
         block_q_dq=block,
         block_kv_dq=block,
     )
+    # `gptlite.estimate.program` knows the kernels by these names.
     if window is not None:
         mask = splash_attention.LocalMask((seq, seq), (window - 1, 0), offset=0)
+        name = f"splash_window{window}"
     elif is_causal:
-        mask = splash_attention.CausalMask((seq, seq))
+        mask, name = splash_attention.CausalMask((seq, seq)), "splash_causal"
     else:
-        mask = splash_attention.FullMask((seq, seq))
+        mask, name = splash_attention.FullMask((seq, seq)), "splash"
 
     def on_device(query, key, value):
         masks = splash_attention.MultiHeadMask([mask] * query.shape[1])
@@ -82,7 +87,6 @@ def _splash(
 
     # The kernel does not scale.
     scaled = query * jnp.asarray(1 / math.sqrt(d_head), query.dtype)
-    # `gptlite.estimate.program` knows the kernels by this name.
-    with jax.named_scope("splash_causal" if is_causal else "splash"):
+    with jax.named_scope(name):
         out = map_heads(on_device, *(x.reshape(-1, *x.shape[-3:]) for x in (scaled, key, value)))
     return out.reshape(query.shape)

@@ -91,7 +91,7 @@ def test_a_program_is_read_operation_by_operation():
         "all-reduce": [1, 2 * 4 * 100 * 8 / 2],  # among 2
     }
     # Of the all-reduce, each pair has a device in each of two hosts.
-    across = 4 * 100 * 8 / H100.network
+    across = 4 * 100 * 8 / 50e9
     assert found.link_seconds == pytest.approx(across + (256 + 384) / H100.link)
 
 
@@ -169,13 +169,38 @@ ENTRY %main (w: bf16[4,8], x: f32[32], dw: f32[16,8]) -> (f32[32], bf16[16,8]) {
 )
 
 
-def test_gpus_of_a_host_share_their_networks():
-    program = PROGRAM.replace("[2,4]<=[8]", "[1,16]<=[16]")  # two hosts, each with 8 GPUs
-    link_seconds = work(program, H100).link_seconds - work(PROGRAM, H100).link_seconds
-    gathered = 2 * 16 * 4
-    expected = 15 * gathered / (8 * H100.network) - 3 * gathered / H100.link
-    assert link_seconds == pytest.approx(expected)
-    assert 8 * H100.network < H100.link
+NETWORK, LINK = 50e9, 450e9  # of an H100
+
+
+@pytest.mark.parametrize(
+    ("kind", "gpus", "seconds"),
+    [
+        ("all-gather", 8, 7 / LINK),
+        # Of 15 parts, each GPU takes one from the other host, and has 14 from its neighbours.
+        ("all-gather", 16, 14 / LINK),
+        ("all-gather", 64, 7 / NETWORK),
+        ("all-reduce", 64, 2 * 7 / 64 / NETWORK),
+        ("reduce-scatter", 64, 7 / 64 / NETWORK),
+        # Nobody else wants what a GPU has from another host.
+        ("all-to-all", 8, 7 / 8 / LINK),
+        ("all-to-all", 16, 8 / 16 / NETWORK),
+        ("all-to-all", 64, 56 / 64 / NETWORK),
+    ],
+)
+def test_gpus_of_a_host_share_what_comes_to_all_of_them(kind, gpus, seconds):
+    program = (
+        "ENTRY %main (x: f32[1024]) -> f32[1024] {\n  %x = f32[1024]{0} parameter(0)\n"
+        f"  ROOT %y = f32[1024]{{0}} {kind}(%x), replica_groups=[1,{gpus}]<=[{gpus}]\n}}\n"
+    )
+    assert (H100.network, H100.link) == (NETWORK, LINK)
+    assert work(program, H100).link_seconds == pytest.approx(4 * 1024 * seconds)
+
+
+def test_a_loop_of_unknown_length_is_counted():
+    text = PROGRAM.replace("direction=LT", "direction=NE")
+    assert work(PROGRAM, H100).unknown_loops == 0
+    assert work(text, H100).unknown_loops == 1
+    assert work(text, H100).collectives["collective-permute"][0] == 1
 
 
 def test_a_collective_that_goes_on_in_several_fusions_counts_once():
@@ -222,7 +247,7 @@ def test_a_convolution_that_is_a_product_has_the_flops_of_the_product():
         assert work(program, H100).flops == flops
 
 
-def test_attention_kernels_are_known_by_name_with_half_the_products_of_a_causal_one():
+def test_attention_kernels_are_known_by_name_with_the_products_that_the_mask_leaves():
     queries, keys = "bf16[2,4,256,64]", "bf16[2,2,256,64]"
     scope = "jit(run)/transpose(jvp(splash{}))/shard_map/splash_mha_{}_no_residuals/pallas_call"
     product = 2 * 2 * 4 * 256 * 256 * 64
@@ -232,6 +257,10 @@ def test_attention_kernels_are_known_by_name_with_half_the_products_of_a_causal_
         (queries, "tpu_custom_call", scope.format("_causal", "fwd"), 2 * product / 2),
         (keys, "tpu_custom_call", scope.format("", "dkv"), 4 * product),
         (queries, "tpu_custom_call", scope.format("_causal", "dq"), 3 * product / 2),
+        # Of 256 queries, all but the first three see 4 keys: 1,018 pairs.
+        (queries, "__cudnn$fmhaSoftmax", '"sliding_window_length": 4', 2 * product * 1018 / 256**2),
+        (queries, "tpu_custom_call", scope.format("_window4", "fwd"), 2 * product * 1018 / 256**2),
+        (queries, "tpu_custom_call", scope.format("_window300", "fwd"), 2 * product / 2),
     ):
         found = work(
             f"ENTRY %main (q: {queries}, k: {keys}) -> {result} {{\n"
@@ -246,7 +275,23 @@ def test_attention_kernels_are_known_by_name_with_half_the_products_of_a_causal_
         assert sum(found.attention.values()) == 1
 
 
-@pytest.mark.parametrize("target", ["h100", "h100:0", "gtx:8", "v5e:16", "h100:12", "h100:4x4"])
+@pytest.mark.parametrize(
+    "target",
+    [
+        "h100",
+        "h100:0",
+        "gtx:8",
+        "v5e:16",
+        "h100:12",
+        "h100:4x4",
+        "v5e:3x3",
+        "v5e:4x4x4",
+        "v6e:32x32",
+        "v5p:4x4",
+        "",
+        ":",
+    ],
+)
 def test_a_target_that_does_not_exist_is_refused(target):
     with pytest.raises(UserError, match=r"--compile-for .* got '?"):
         describe(target)

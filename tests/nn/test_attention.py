@@ -25,6 +25,7 @@ from gptlite.nn import (
     dot_product,
     fused_attention,
 )
+from gptlite.sharding import seeds_mesh
 
 CAUSAL = {"is_causal": True}
 
@@ -162,6 +163,17 @@ def test_cudnn_is_asked_for_the_same_in_value_and_gradients(mask, kv_heads, cudn
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_splash_attention_is_the_same_in_value_and_gradients(mask, kv_heads, splash):
     assert_as_without_a_kernel(2, kv_heads, 256, **mask)
+
+
+def test_a_sweep_on_several_tpus_has_no_kernel(splash, monkeypatch):
+    """Mosaic's kernels are not divided among devices by the compiler."""
+    x = jnp.ones((2, 1, 2, 128, 8), jnp.bfloat16)
+    sweep = jax.vmap(lambda x: attend(x, x, x, **CAUSAL))
+    monkeypatch.setattr(splash_attention, "make_splash_mha_single_device", None)
+    with jax.set_mesh(seeds_mesh(1)), pytest.raises(TypeError, match="not callable"):
+        sweep(x)
+    with jax.set_mesh(seeds_mesh(2)):
+        assert jnp.all(sweep(x) == 1)
 
 
 def assert_as_without_a_kernel(heads, kv_heads, seq, **mask):
