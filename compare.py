@@ -36,7 +36,7 @@ def compare(arguments: CompareArguments, variants: dict[str, Config]) -> None:
 
     # One text for all.
     corpus = load_corpus(data.corpus)
-    tokenizer = make_tokenizer(data.tokenizer, corpus.alphabet)
+    tokenizer = make_tokenizer(data.tokenizer, corpus)
     split = split_corpus(corpus, tokenizer, data.validation_tokens)
     for config in variants.values():
         load_custom(config.model)

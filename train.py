@@ -96,7 +96,7 @@ def train(arguments: TrainArguments) -> None:
             source = load_any(training.init_from, custom=custom_blocks(config.model))
             tokenizer = source.tokenizer
         else:
-            tokenizer = make_tokenizer(config.data.tokenizer, corpus.alphabet)
+            tokenizer = make_tokenizer(config.data.tokenizer, corpus)
         split = split_corpus(corpus, tokenizer, config.data.validation_tokens)
         check_same("corpora", {"the sha256": corpus.sha256})
         log(

@@ -39,7 +39,7 @@ def encode(path: Path, kind: str, folder: Path) -> dict[str, float]:
     threading.Thread(target=watch, daemon=True).start()
     start = time.perf_counter()
     corpus = load_corpus(str(path))
-    tokenizer = make_tokenizer(kind, corpus.alphabet)
+    tokenizer = make_tokenizer(kind, corpus)
     read = time.perf_counter()
     split_corpus(corpus, tokenizer, folder=folder)
     end = time.perf_counter()
@@ -72,7 +72,7 @@ def train(name: str, folder: Path) -> Round:
     from gptlite.training.step import TrainSteps
 
     corpus = load_corpus(name)
-    tokenizer = make_tokenizer("char", corpus.alphabet)
+    tokenizer = make_tokenizer("char", corpus)
     split = split_corpus(corpus, tokenizer, folder=folder)
     config = PRESETS["quick"][1].model
     training = TrainingConfig(steps=10**6, eval_every=10**6, log_every=20)

@@ -294,7 +294,8 @@ def _named_again(saved: Config, given: ModelConfig) -> Config:
 def _begun_from(preset: Config, name: str) -> Config:
     """`preset` with the shape and the tokenizer of another model."""
     if name.startswith("hf:"):
-        from gptlite.runs.hugging_face import find_folder, load_hf_config  # imports JAX
+        from gptlite.hub import find_folder
+        from gptlite.runs.hugging_face import load_hf_config  # imports JAX
 
         model, tokenizer = load_hf_config(find_folder(name.removeprefix("hf:"))), name
     else:

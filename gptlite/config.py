@@ -156,8 +156,9 @@ class DataConfig:
     dataset). `auto` is shakespeare, or pydoc if that cannot be downloaded."""
 
     tokenizer: str = "char"
-    """`char` (the text's own characters), `byte` (UTF-8), or `tiktoken:NAME`, e.g.
-    `tiktoken:gpt2`."""
+    """`char` (the text's own characters), `byte` (UTF-8), `bpe:SIZE` (a byte-pair encoding that is
+    trained on the text, e.g. `bpe:4096`), `tiktoken:NAME`, e.g. `tiktoken:gpt2`, or `hf:FOLDER` or
+    `hf:NAME` (the tokenizer.json in a folder or of a model on the hub)."""
 
     validation_tokens: Annotated[int, Between(2, MAX_INT32)] = 1_000_000
     """Validate on at most this many tokens, from the start of the last 10 % of the text."""

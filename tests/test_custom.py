@@ -243,7 +243,7 @@ def run(file, tmp_path) -> Path:
     (path / "custom").mkdir(parents=True)
     config = config_with(mlp=f"{file}:Twice")
     load_custom(config.model)
-    tokenizer = make_tokenizer("byte", "")
+    tokenizer = make_tokenizer("byte")
     model = GPT(config.model, tokenizer.vocab_size, key=jax.random.key(0))
     save_config(config, path / "config.json")
     (path / "custom" / file).write_text(SOURCE)

@@ -11,7 +11,8 @@ import safetensors
 import safetensors.numpy
 
 from gptlite.config import Config, DataConfig, ModelConfig, UserError, require
-from gptlite.files import check_regular, read_bounded, read_json, write_atomically, write_json
+from gptlite.files import check_regular, read_json, write_atomically, write_json
+from gptlite.hub import INDEX, fetch, find_folder
 from gptlite.models.gpt import make_model
 from gptlite.models.hugging_face import (
     Names,
@@ -23,14 +24,10 @@ from gptlite.models.hugging_face import (
 )
 from gptlite.runs.load import Run
 from gptlite.runs.weights import fill, named_arrays, named_leaves, require_room
-from gptlite.text.hf_tokenizer import HFTokenizer, to_hf_tokenizer
-from gptlite.text.tokenizer import MAX_TOKENIZER, as_ids, decode
+from gptlite.text.hf_tokenizer import read_hf_tokenizer, to_hf_tokenizer
+from gptlite.text.tokenizer import as_ids, decode
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-# What is fetched of a model on the hub, before its weights: no pickles, and no code.
-FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", INDEX]
-# Seconds until the hub counts as out of reach.
-TIMEOUT = 5.0
+WEIGHTS = "model.safetensors"
 # Buffers in files of some versions of transformers that are no parameters.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
@@ -44,12 +41,12 @@ def load_hf(name: str) -> Run:
     folder = find_folder(name)
     fields = _read(folder / "config.json")
     model, vocab_size = from_hf_config(fields), vocab_size_of(fields)
-    tokenizer = _load_tokenizer(folder, vocab_size, _end_ids(folder, fields, vocab_size))
+    tokenizer = read_hf_tokenizer(folder, vocab_size, _end_ids(folder, fields, vocab_size))
     skeleton = eqx.filter_eval_shape(make_model, model, tokenizer, key=jax.random.key(0))
     require_room(str(folder), skeleton)
     names = Names(model, fields["model_type"])
     if folder != Path(name):
-        _fetch(name, _weight_files(folder), folder.name)
+        fetch(name, _weight_files(folder), folder.name)
     files = _Tensors(folder, names.family.layers.partition(".")[0])
     arrays = import_arrays(names, named_leaves(skeleton), files.get)
     files.end(dict(export_arrays(names, arrays, vocab_size)))
@@ -110,36 +107,6 @@ def _read(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} cannot be read: {error}.") from error
 
 
-def find_folder(name: str) -> Path:
-    """The folder. If there is none of that name here, it is fetched from the hub, without its
-    weights.
-
-    **Raises:** `UserError` if it cannot be fetched.
-    """
-    return Path(name) if os.path.isdir(name) else _fetch(name, FILES)
-
-
-def _fetch(name: str, files: list[str], revision: str | None = None) -> Path:
-    """The folder in the hub's cache, with `files` of the model `name`."""
-    import huggingface_hub
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                name, revision=revision, allow_patterns=files, etag_timeout=TIMEOUT
-            )
-        )
-    except HFValidationError as error:
-        raise UserError(f"{name} is no folder, and no name of a model on the hub.") from error
-    except Exception as error:  # of huggingface_hub, of its HTTP library, of the system
-        reason = str(error).strip().partition("\n")[0][:300]
-        raise UserError(
-            f"{name} is no folder, and cannot be fetched from the hub: {type(error).__name__}: "
-            f"{reason}"
-        ) from error
-
-
 def _end_ids(folder: Path, fields: dict[str, Any], vocab_size: int) -> list[int]:
     """The ids that end a text: `eos_token_id` is an id, several, or none."""
     path = folder / "generation_config.json"
@@ -149,23 +116,6 @@ def _end_ids(folder: Path, fields: dict[str, Any], vocab_size: int) -> list[int]
     require(right, f"The model's eos_token_id must be ids, got {str(found)[:100]!r}.")
     # Defaults of another vocabulary are never generated.
     return [i for i in ids if i < vocab_size]
-
-
-def _load_tokenizer(folder: Path, vocab_size: int, end_ids: list[int]) -> HFTokenizer:
-    path, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
-    prefix = settings.exists() and _read(settings).get("add_prefix_space") is True
-    try:
-        content = read_bounded(path.resolve(), MAX_TOKENIZER).decode("utf-8")
-        tokenizer = HFTokenizer(content, vocab_size, end_ids)
-    except UserError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} cannot be read: {error}.") from error
-    require(
-        not (prefix and tokenizer.is_without_prefix_space),
-        f"add_prefix_space is true in {settings} and false in {path}: gptlite reads the second.",
-    )
-    return tokenizer
 
 
 def _weight_files(folder: Path) -> list[str]:

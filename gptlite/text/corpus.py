@@ -45,6 +45,25 @@ class Corpus:
         """The whole text, in memory."""
         return "".join(self.pieces())
 
+    @property
+    def training_characters(self) -> int:
+        """How many characters, from the beginning, are for training."""
+        return int(0.9 * self.characters)
+
+
+def split_at(place: int, pieces: Iterator[str]) -> Iterator[str]:
+    """The pieces, with one that goes beyond character `place` split there."""
+    for piece in pieces:
+        yield from (piece[:place], piece[place:]) if 0 < place < len(piece) else (piece,)
+        place -= len(piece)
+
+
+def take(characters: int, pieces: Iterator[str]) -> Iterator[str]:
+    """The first pieces, `characters` characters in total."""
+    while characters > 0 and (piece := next(pieces, None)) is not None:
+        characters -= len(piece)
+        yield piece
+
 
 def text_corpus(text: str, name: str = "text") -> Corpus:
     """A text in memory as a corpus.

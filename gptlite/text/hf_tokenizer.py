@@ -2,13 +2,16 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from gptlite.config import UserError, require
+from gptlite.files import read_bounded, read_json
 from gptlite.text.tokenizer import (
     BETWEEN_WORDS,
+    MAX_TOKENIZER,
     PATTERNS,
     ByteTokenizer,
     CharTokenizer,
@@ -25,8 +28,9 @@ MAX_WHOLE = 2**24
 class HFTokenizer:
     """A tokenizer of Hugging Face. A special token's text is encoded as plain text."""
 
-    def __init__(self, content: str, vocab_size: int, end_ids: Sequence[Any] = ()):
+    def __init__(self, content: str, vocab_size: int | None = None, end_ids: Sequence[Any] = ()):
         """`content`: of its `tokenizer.json`. `vocab_size`: of the model, which may have more.
+        None: as many as the tokenizer has.
 
         **Raises:** `ValueError` if it is no tokenizer, `UserError` if the bytes of its tokens are
         not known.
@@ -46,8 +50,10 @@ class HFTokenizer:
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         to_bytes = _bytes_of(record.get("decoder"))
         self._bytes = {i: to_bytes(token) for token, i in ids.items()}
-        if max(ids.values(), default=0) >= vocab_size:
-            raise ValueError(f"it has the id {max(ids.values())}, and the model {vocab_size} rows")
+        last = max(ids.values(), default=0)
+        vocab_size = last + 1 if vocab_size is None else vocab_size
+        if last >= vocab_size:
+            raise ValueError(f"it has the id {last}, and the model {vocab_size} rows")
         if not all(type(i) is int and 0 <= i < vocab_size for i in end_ids):
             raise ValueError(f"its end_ids must be ids, got {str(end_ids)[:100]}")
         self._vocab_size, self._end_ids = vocab_size, tuple(end_ids)
@@ -103,6 +109,43 @@ class HFTokenizer:
             "vocab_size": self._vocab_size,
             "end_ids": list(self._end_ids),
         }
+
+
+def read_hf_tokenizer(
+    folder: Path, vocab_size: int | None = None, end_ids: Sequence[int] | None = None
+) -> HFTokenizer:
+    """The tokenizer in a folder in Hugging Face's format.
+
+    **Arguments:**
+
+    - `vocab_size`: of a model. Default: that of the tokenizer.
+    - `end_ids`: ids that say that a generated text ends. Default: the `eos_token` in
+      `tokenizer_config.json`, if there is one.
+
+    **Raises:** `UserError` if a file cannot be read, or has what gptlite does not have.
+    """
+    path, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    try:
+        content = read_bounded(path.resolve(), MAX_TOKENIZER).decode("utf-8")
+        fields = read_json(settings.resolve()) if settings.exists() else {}
+        end_ids = _eos(fields, json.loads(content)) if end_ids is None else end_ids
+        tokenizer = HFTokenizer(content, vocab_size, end_ids)
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} cannot be read: {error}.") from error
+    require(
+        not (fields.get("add_prefix_space") is True and tokenizer.is_without_prefix_space),
+        f"add_prefix_space is true in {settings} and false in {path}: gptlite reads the second.",
+    )
+    return tokenizer
+
+
+def _eos(settings: Mapping[str, Any], record: Mapping[str, Any]) -> list[int]:
+    """The id of the token that ends a text; none if the settings name none."""
+    eos = settings.get("eos_token")
+    name = eos.get("content") if isinstance(eos, dict) else eos
+    return [token["id"] for token in record.get("added_tokens") or () if token["content"] == name]
 
 
 def _ends(ids: Sequence[int], end: Sequence[int]) -> bool:
@@ -214,7 +257,7 @@ def to_hf_tokenizer(tokenizer: Tokenizer) -> str:
         case ByteTokenizer():
             vocabulary = {character: byte for byte, character in BYTE_CHARACTERS.items()}
             made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
-            made.pre_tokenizer = _byte_level()
+            made.pre_tokenizer = byte_level()
             made.decoder = tokenizers.decoders.ByteLevel()
         case TiktokenTokenizer():
             made = _from_tiktoken(tokenizer)
@@ -223,7 +266,8 @@ def to_hf_tokenizer(tokenizer: Tokenizer) -> str:
     return made.to_str(pretty=True)
 
 
-def _byte_level() -> Any:
+def byte_level() -> Any:
+    """What brings a text into `BYTE_CHARACTERS`, and splits nothing."""
     return tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
 
@@ -248,7 +292,7 @@ def _from_tiktoken(tokenizer: TiktokenTokenizer) -> tokenizers.Tokenizer:
     )
     split = tokenizers.Regex(SPLITS[encoding._pat_str])
     made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
-        [tokenizers.pre_tokenizers.Split(split, "isolated"), _byte_level()]
+        [tokenizers.pre_tokenizers.Split(split, "isolated"), byte_level()]
     )
     made.decoder = tokenizers.decoders.ByteLevel()
     made.add_special_tokens(

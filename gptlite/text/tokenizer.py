@@ -13,7 +13,8 @@ import tiktoken
 from jaxtyping import Integer
 
 from gptlite.config import UserError, require
-from gptlite.text.corpus import code_points
+from gptlite.hub import find_folder
+from gptlite.text.corpus import Corpus, code_points
 
 # A letter before a space and another letter; a line's end after something, before a letter.
 BETWEEN_WORDS = re.compile(r"[A-Za-z](?= [A-Za-z])|\S\n(?=[A-Za-z])")
@@ -33,6 +34,9 @@ PATTERNS = (
 
 # Bytes of a `tokenizer.json`. That of Llama 3 has 9 million, that of Gemma 3 33 million.
 MAX_TOKENIZER = 2**26
+
+# What tiktoken's encodings put between documents.
+END_OF_TEXT = "<|endoftext|>"
 
 Ids = Integer[np.ndarray, " tokens"]
 
@@ -165,11 +169,16 @@ class TiktokenTokenizer:
     **Raises:** `UserError` if it splits a text by none of `PATTERNS`.
     """
 
-    start_ids = end_ids = ()
+    start_ids = ()
 
     def __init__(self, encoding: tiktoken.Encoding):
         _check_pattern(encoding._pat_str)
         self.encoding = encoding
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        end = self.encoding._special_tokens.get(END_OF_TEXT)
+        return () if end is None else (end,)
 
     @property
     def vocab_size(self) -> int:
@@ -210,27 +219,41 @@ class TiktokenTokenizer:
         }
 
 
-def make_tokenizer(name: str, text: str) -> Tokenizer:
-    """The tokenizer that `--data.tokenizer` names; `text` gives `char` its vocabulary.
+def make_tokenizer(name: str, corpus: Corpus | None = None) -> Tokenizer:
+    """The tokenizer that `--data.tokenizer` names. `char` and `bpe` are made from `corpus`.
 
-    **Raises:** `UserError` if there is none of that name or its files cannot be fetched.
+    **Raises:** `UserError` if there is none of that name, its files cannot be read or fetched, or
+    it needs a corpus and none is given.
     """
-    if name == "char":
-        return CharTokenizer("".join(map(chr, np.unique(code_points(text)))))
+    kind, _, rest = name.partition(":")
     if name == "byte":
         return ByteTokenizer()
-    kind, _, encoding = name.partition(":")
-    known = tiktoken.list_encoding_names()
-    if kind != "tiktoken" or encoding not in known:
+    if kind == "hf" and rest:
+        from gptlite.text.hf_tokenizer import read_hf_tokenizer  # its import takes time
+
+        return read_hf_tokenizer(find_folder(rest))
+    if kind == "tiktoken" and rest in tiktoken.list_encoding_names():
+        return _fetch_tiktoken(rest)
+    if name != "char" and kind != "bpe":
         raise UserError(
-            f"There is no tokenizer {name!r}: give `char`, `byte` or `tiktoken:NAME` with NAME one "
-            f"of {', '.join(known)}."
+            f"There is no tokenizer {name!r}: give `char`, `byte`, `bpe:SIZE`, `hf:FOLDER` or "
+            f"`tiktoken:NAME` with NAME one of {', '.join(tiktoken.list_encoding_names())}."
         )
+    require(corpus is not None, f"The tokenizer {name} is made from a text: give a corpus.")
+    assert corpus is not None
+    if name == "char":
+        return CharTokenizer(corpus.alphabet)
+    from gptlite.text.bpe import parse_size, train_bpe  # its import takes time
+
+    return train_bpe(corpus, parse_size(name))
+
+
+def _fetch_tiktoken(name: str) -> TiktokenTokenizer:
     try:
-        return TiktokenTokenizer(tiktoken.get_encoding(encoding))
+        return TiktokenTokenizer(tiktoken.get_encoding(name))
     except OSError as error:  # requests' errors are OSErrors
         raise UserError(
-            f"tiktoken could not fetch the files of {encoding!r} ({type(error).__name__}). It "
+            f"tiktoken could not fetch the files of {name!r} ({type(error).__name__}). It "
             "needs the network once; or set TIKTOKEN_CACHE_DIR to a folder that has them."
         ) from error
 

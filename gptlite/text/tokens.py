@@ -15,7 +15,7 @@ from jaxtyping import Integer
 from gptlite.config import DataConfig, UserError
 from gptlite.files import lock, read_json, sha256_of, write_json
 from gptlite.progress import log, progress_bar
-from gptlite.text.corpus import DATA_FOLDER, Corpus
+from gptlite.text.corpus import DATA_FOLDER, Corpus, split_at, take
 from gptlite.text.tokenizer import Ids, Tokenizer
 
 # Characters up to which a corpus is kept in memory: at most 64 MB of ids.
@@ -100,9 +100,9 @@ def _encoded(
 
     **Raises:** `UserError`, at the end, if the text has changed since it was loaded.
     """
-    cut = int(0.9 * corpus.characters)
-    pieces = _split_at(cut, _checked(corpus))
-    for ids in encode_pieces(tokenizer, _take(cut, pieces)):
+    cut = corpus.training_characters
+    pieces = split_at(cut, _checked(corpus))
+    for ids in encode_pieces(tokenizer, take(cut, pieces)):
         yield True, ids
     left = validation_tokens
     for ids in encode_pieces(tokenizer, pieces):
@@ -137,20 +137,6 @@ def _checked(corpus: Corpus) -> Iterator[str]:
             bar.update(len(piece))
     if checksum.hexdigest() != corpus.sha256:
         raise UserError(f"The corpus {corpus.name} was changed while it was read.")
-
-
-def _split_at(cut: int, pieces: Iterator[str]) -> Iterator[str]:
-    """The pieces, with one that goes beyond character `cut` split there."""
-    for piece in pieces:
-        yield from (piece[:cut], piece[cut:]) if 0 < cut < len(piece) else (piece,)
-        cut -= len(piece)
-
-
-def _take(characters: int, pieces: Iterator[str]) -> Iterator[str]:
-    """The first pieces, `characters` characters in total."""
-    while characters > 0 and (piece := next(pieces, None)) is not None:
-        characters -= len(piece)
-        yield piece
 
 
 def _write(

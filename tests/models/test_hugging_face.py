@@ -24,13 +24,14 @@ from gptlite.models.hugging_face import from_hf_config, to_hf_config
 from gptlite.runs.hugging_face import export_run, load_hf
 from gptlite.runs.load import Run
 from gptlite.runs.weights import named_arrays
+from gptlite.text.corpus import text_corpus
 from gptlite.text.tokenizer import make_tokenizer
 
 # Imported by the first test: both processes of the suite read this file, and one runs it.
 if not find_spec("torch") or not find_spec("transformers"):
     pytest.skip("the reference needs torch and transformers", allow_module_level=True)
 
-TOKENIZER = make_tokenizer("char", TEXT)
+TOKENIZER = make_tokenizer("char", text_corpus(TEXT))
 VOCAB = TOKENIZER.vocab_size
 # float32 on both sides, sums in different orders. The logits are of size 1 to 3.
 TOLERANCE = 1e-4

@@ -18,7 +18,7 @@ from gptlite.text.corpus import text_corpus
 from gptlite.text.tokenizer import make_tokenizer
 from gptlite.text.tokens import split_corpus
 
-TOKENIZER = make_tokenizer("char", TEXT)
+TOKENIZER = make_tokenizer("char", text_corpus(TEXT))
 SPLIT = split_corpus(text_corpus(TEXT), TOKENIZER)
 BASE = Config(
     model=dataclasses.replace(TINY, n_layers=1),

@@ -20,7 +20,7 @@ from gptlite.training.evaluate import Evaluation
 from gptlite.training.fit import fit
 from gptlite.training.step import TrainSteps
 
-TOKENIZER = make_tokenizer("char", TEXT)
+TOKENIZER = make_tokenizer("char", text_corpus(TEXT))
 SPLIT = split_corpus(text_corpus(TEXT), TOKENIZER)
 CONFIG = Config(
     model=dataclasses.replace(TINY, n_layers=1),

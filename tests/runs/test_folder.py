@@ -42,7 +42,7 @@ from gptlite.training.evaluate import Evaluation
 from gptlite.training.fit import Position, fit
 from gptlite.training.step import TrainState, TrainSteps
 
-TOKENIZER = make_tokenizer("char", TEXT)
+TOKENIZER = make_tokenizer("char", text_corpus(TEXT))
 SPLIT = split_corpus(text_corpus(TEXT), TOKENIZER)
 CORPUS = "the text's"
 CONFIG = Config(

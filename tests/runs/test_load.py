@@ -26,9 +26,10 @@ from gptlite.runs.weights import (
     read_evaluated,
     save_weights,
 )
+from gptlite.text.corpus import text_corpus
 from gptlite.text.tokenizer import make_tokenizer
 
-TOKENIZER = make_tokenizer("char", TEXT)
+TOKENIZER = make_tokenizer("char", text_corpus(TEXT))
 CONFIG = Config(model=TINY)
 MODEL = drawn(lambda key: GPT(TINY, TOKENIZER.vocab_size, key=key))
 SAVED = Evaluated(7, 1.5)

@@ -13,6 +13,7 @@ from test_tokenizer import own_encoding
 
 from gptlite.config import UserError
 from gptlite.generation.text import TextStream
+from gptlite.text.corpus import text_corpus
 from gptlite.text.hf_tokenizer import KNOWN_SPLITS, SPLITS, HFTokenizer, to_hf_tokenizer
 from gptlite.text.tokenizer import (
     PATTERNS,
@@ -25,7 +26,7 @@ from gptlite.text.tokenizer import (
 )
 from gptlite.text.tokens import encode_pieces
 
-CHAR = make_tokenizer("char", TEXT + "é🙂\r\n")
+CHAR = make_tokenizer("char", text_corpus(TEXT + "é🙂\r\n"))
 OWN = TiktokenTokenizer(own_encoding())
 
 
@@ -216,3 +217,42 @@ def test_what_a_stop_string_may_begin_with_is_shown_when_the_text_ends():
 def test_a_character_that_the_vocabulary_lacks_is_refused():
     with pytest.raises(UserError, match=r"'ß' \(U\+00DF\) is not in the vocabulary"):
         exported(CHAR).encode("the ß")
+
+
+def write_folder(folder, content, settings):
+    (folder / "tokenizer.json").write_text(content)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@pytest.mark.parametrize("eos", ["<|end|>", {"content": "<|end|>"}, None, "<|other|>", 7])
+def test_a_folder_with_a_tokenizer_is_one(eos, tmp_path):
+    write_folder(tmp_path, to_hf_tokenizer(OWN), {"eos_token": eos})
+    tokenizer = make_tokenizer(f"hf:{tmp_path}")
+    assert tokenizer.vocab_size == OWN.vocab_size
+    named = eos not in (None, "<|other|>", 7)
+    assert tokenizer.end_ids == ((300,) if named else ())
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert make_tokenizer(f"hf:{tmp_path}").end_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("content", "settings", "words"),
+    [
+        ("{", {}, r"tokenizer\.json cannot be read"),
+        ("[]", {}, r"tokenizer\.json cannot be read"),
+        ('{"model": {}}', {}, r"tokenizer\.json cannot be read"),
+        (to_hf_tokenizer(OWN), [], "holds no JSON object"),
+        (to_hf_tokenizer(OWN), {"add_prefix_space": True}, "gptlite reads the second"),
+    ],
+)
+def test_a_folder_with_no_proper_tokenizer_is_refused(content, settings, words, tmp_path):
+    write_folder(tmp_path, content, settings)
+    with pytest.raises(UserError, match=words):
+        make_tokenizer(f"hf:{tmp_path}")
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"tokenizer\.json cannot be read"):
+        make_tokenizer(f"hf:{tmp_path}")
+    with pytest.raises(UserError, match="is no folder, and no name"):
+        make_tokenizer(f"hf:{tmp_path}/none/at/all")

@@ -7,9 +7,11 @@ from hypothesis import given, strategies as st
 from tiktoken_ext import openai_public
 
 from gptlite.config import UserError
+from gptlite.text.corpus import text_corpus
 from gptlite.text.tokenizer import (
     PATTERNS,
     ByteTokenizer,
+    CharTokenizer,
     TiktokenTokenizer,
     decode,
     make_tokenizer,
@@ -27,7 +29,7 @@ def own_encoding() -> tiktoken.Encoding:
 
 @given(st.text(min_size=1))
 def test_char_round_trips(text):
-    tokenizer = make_tokenizer("char", text)
+    tokenizer = CharTokenizer("".join(sorted(set(text))))
     ids = tokenizer.encode(text)
     assert ids.min() >= 0
     assert ids.max() < tokenizer.vocab_size == len(set(text))
@@ -36,7 +38,7 @@ def test_char_round_trips(text):
 
 @given(st.text())
 def test_byte_round_trips(text):
-    tokenizer = make_tokenizer("byte", "")
+    tokenizer = make_tokenizer("byte")
     ids = tokenizer.encode(text)
     assert ids.tolist() == list(text.encode())
     assert decode(tokenizer, ids) == text
@@ -51,7 +53,11 @@ def test_tiktoken_round_trips(text):
 
 @pytest.mark.parametrize(
     "tokenizer",
-    [make_tokenizer("char", "aé🙂\n"), ByteTokenizer(), TiktokenTokenizer(own_encoding())],
+    [
+        make_tokenizer("char", text_corpus("aé🙂\n")),
+        ByteTokenizer(),
+        TiktokenTokenizer(own_encoding()),
+    ],
     ids=["char", "byte", "tiktoken"],
 )
 def test_a_tokenizer_survives_json(tokenizer):
@@ -127,7 +133,7 @@ def test_half_a_surrogate_pair_in_a_tokenizer_is_shown_as_unknown():
 
 def test_an_unseen_character_is_shown_with_its_place():
     with pytest.raises(UserError) as error:
-        make_tokenizer("char", "abc").encode("abca🙂b")
+        make_tokenizer("char", text_corpus("abc")).encode("abca🙂b")
     for words in ("'🙂'", "U+1F642", "number 5"):
         assert words in str(error.value)
 
@@ -139,7 +145,7 @@ def test_bytes_that_are_no_text_become_the_replacement_character():
 @pytest.mark.parametrize("name", ["chars", "tiktoken:gpt99", "tiktoken", ""])
 def test_an_unknown_tokenizer_is_refused_with_the_choices(name):
     with pytest.raises(UserError, match="cl100k_base"):
-        make_tokenizer(name, "text")
+        make_tokenizer(name, text_corpus("text"))
 
 
 def test_a_fetch_that_fails_says_what_to_do(monkeypatch):
@@ -148,7 +154,7 @@ def test_a_fetch_that_fails_says_what_to_do(monkeypatch):
 
     monkeypatch.setattr(tiktoken, "get_encoding", offline)
     with pytest.raises(UserError, match="TIKTOKEN_CACHE_DIR"):
-        make_tokenizer("tiktoken:gpt2", "text")
+        make_tokenizer("tiktoken:gpt2")
 
 
 def test_tiktoken_pads_the_vocabulary_to_64():
@@ -158,7 +164,7 @@ def test_tiktoken_pads_the_vocabulary_to_64():
 
 
 def test_the_preset_gpt2_has_the_shape_of_gpt2(tiktoken_gpt2, shakespeare):
-    tokenizer = make_tokenizer("tiktoken:gpt2", "")
+    tokenizer = make_tokenizer("tiktoken:gpt2")
     assert (tokenizer.vocab_size, tokenizer.padded_vocab_size) == (50257, 50304)
     ids = tokenizer.encode(shakespeare[:20000])
     assert ids.tolist() == tiktoken_gpt2.encode(shakespeare[:20000])
@@ -166,7 +172,7 @@ def test_the_preset_gpt2_has_the_shape_of_gpt2(tiktoken_gpt2, shakespeare):
 
 
 def test_char_on_shakespeare_is_nanogpts(shakespeare):
-    tokenizer = make_tokenizer("char", shakespeare)
+    tokenizer = make_tokenizer("char", text_corpus(shakespeare))
     assert tokenizer.vocab_size == 65
     assert tokenizer.encode("\n !").tolist() == [0, 1, 2]
     text = shakespeare[:100_000]

@@ -31,16 +31,16 @@ def in_pieces(text: str, length: int) -> Corpus:
 
 def test_the_split_is_by_characters():
     corpus = text_corpus("ab" * 45 + "é" * 10)
-    split = split_corpus(corpus, make_tokenizer("byte", ""))
+    split = split_corpus(corpus, make_tokenizer("byte"))
     assert bytes(split.train.tolist()).decode() == "ab" * 45
     assert bytes(split.validation.tolist()).decode() == "é" * 10
     assert split.validation_bytes == 19  # without the first, which nothing predicts
-    assert split_corpus(corpus, make_tokenizer("char", corpus.alphabet)).validation_bytes == 18
+    assert split_corpus(corpus, make_tokenizer("char", corpus)).validation_bytes == 18
 
 
 def test_validation_tokens_bounds_the_validation_text():
     corpus = text_corpus(TEXT)
-    tokenizer = make_tokenizer("char", TEXT)
+    tokenizer = make_tokenizer("char", text_corpus(TEXT))
     split = split_corpus(corpus, tokenizer, 50)
     whole = split_corpus(corpus, tokenizer)
     np.testing.assert_array_equal(split.validation, whole.validation[:50])
@@ -51,7 +51,7 @@ def test_validation_tokens_bounds_the_validation_text():
 @given(length=st.integers(1, 2000), tokens=st.integers(2, 200))
 def test_a_file_of_ids_holds_what_memory_would(length, tokens, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokens")
-    tokenizer = make_tokenizer("char", TEXT)
+    tokenizer = make_tokenizer("char", text_corpus(TEXT))
     words = {"folder": folder, "in_memory": 0}
     with contextlib.redirect_stdout(io.StringIO()) as said:
         split = split_corpus(in_pieces(TEXT, length), tokenizer, tokens, **words)
@@ -80,8 +80,8 @@ def test_another_text_or_tokenizer_is_noticed_and_damage_is_mended(tmp_path, cap
 
     encode(TEXT, ByteTokenizer())
     encode(TEXT.replace("miller", "tiller"), ByteTokenizer())
-    encode(TEXT, make_tokenizer("char", TEXT))
-    encode(TEXT, make_tokenizer("char", TEXT + "é"))
+    encode(TEXT, make_tokenizer("char", text_corpus(TEXT)))
+    encode(TEXT, make_tokenizer("char", text_corpus(TEXT + "é")))
     assert encoded() == 4
     encode(TEXT, ByteTokenizer())
     assert encoded() == 0
@@ -123,7 +123,7 @@ def test_a_lock_that_is_never_released_ends_the_wait(tmp_path, monkeypatch, caps
 def test_many_distinct_ids_take_four_bytes(tmp_path):
     text = "".join(map(chr, range(0x10000, 0x10000 + 70_000)))
     corpus = text_corpus(text)
-    tokenizer = make_tokenizer("char", corpus.alphabet)
+    tokenizer = make_tokenizer("char", corpus)
     split = split_corpus(corpus, tokenizer, folder=tmp_path, in_memory=0)
     assert split.train.dtype == np.uint32
     assert decode(tokenizer, split.train) == text[:63_000]
