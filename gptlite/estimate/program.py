@@ -323,7 +323,7 @@ class _Reader:
 def _mean_keys(kernel: str, seq: int) -> float:
     """How many of `seq` keys a query of an attention kernel sees on average. Of a causal one, half:
     as many as a kernel multiplies that leaves out nothing but whole blocks above the diagonal."""
-    window = re.search(r'sliding_window_length": "?(\d+)|splash_window(\d+)', kernel)
+    window = re.search(r'sliding_window_length": "?([1-9]\d*)|splash_window(\d+)', kernel)
     if window is not None:
         width = min(int(window[1] or window[2]), seq)
         return min(seq / 2, width - width * (width - 1) / (2 * seq))

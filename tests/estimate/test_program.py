@@ -253,6 +253,12 @@ def test_attention_kernels_are_known_by_name_with_the_products_that_the_mask_lea
     product = 2 * 2 * 4 * 256 * 256 * 64
     for result, target, attributes, flops in (
         (queries, "__cudnn$fmhaSoftmax", 'mask_type="CAUSAL"', 2 * product / 2),
+        (
+            queries,
+            "__cudnn$fmhaSoftmax",
+            'mask_type="CAUSAL" "sliding_window_length": 0',
+            2 * product / 2,
+        ),
         (queries, "__cudnn$fmhaSoftmaxBackward", 'mask_type="NO_MASK"', 5 * product),
         (queries, "tpu_custom_call", scope.format("_causal", "fwd"), 2 * product / 2),
         (keys, "tpu_custom_call", scope.format("", "dkv"), 4 * product),

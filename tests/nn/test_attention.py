@@ -168,7 +168,7 @@ def test_splash_attention_is_the_same_in_value_and_gradients(mask, kv_heads, spl
 def test_a_sweep_on_several_tpus_has_no_kernel(splash, monkeypatch):
     """Mosaic's kernels are not divided among devices by the compiler."""
     x = jnp.ones((2, 1, 2, 128, 8), jnp.bfloat16)
-    sweep = jax.vmap(lambda x: attend(x, x, x, **CAUSAL))
+    sweep = jax.vmap(lambda x: attend(x, x, x, is_causal=True))
     monkeypatch.setattr(splash_attention, "make_splash_mha_single_device", None)
     with jax.set_mesh(seeds_mesh(1)), pytest.raises(TypeError, match="not callable"):
         sweep(x)
