@@ -50,6 +50,7 @@ def train(arguments: TrainArguments) -> None:
     from gptlite.runs.find import check_free, find_run, new_run
     from gptlite.runs.folder import RunFolder
     from gptlite.runs.load import load_any, load_tokenizer
+    from gptlite.runs.trackers import Trackers, check_installed
     from gptlite.runs.weights import fill, named_arrays
     from gptlite.runtime import require_memory, set_up_jax, usable_cpu_devices
     from gptlite.sharding import check_tensor, constrain_parameters, make_mesh
@@ -63,8 +64,9 @@ def train(arguments: TrainArguments) -> None:
     from gptlite.training.stop import Stop
 
     training, mesh_config = arguments.config.training, arguments.config.mesh
-    resuming = arguments.resume is not None
+    resuming, trackers = arguments.resume is not None, arguments.log.names
     silence_others()
+    check_installed(trackers)
     check_same("settings", settings(arguments))
     if resuming:
         path = find_run(arguments.resume)
@@ -81,7 +83,7 @@ def train(arguments: TrainArguments) -> None:
     set_up_jax(usable_cpu_devices(training, mesh_config) if alone else 1)
 
     setting_up = time.perf_counter() - start
-    with RunFolder(path) as run:
+    with RunFolder(path, ["--log.to", arguments.log.to] if trackers else []) as run:
         if resuming:
             run.open()
 
@@ -178,6 +180,7 @@ def train(arguments: TrainArguments) -> None:
             with (
                 run.training_errors(tokenizer),
                 Display(training.steps, run.steps_done) as display,
+                Trackers(trackers, path, config) as track,
             ):
                 for progress in fitting:
                     # Read once, so that every stop is saved, and by all processes.
@@ -196,6 +199,7 @@ def train(arguments: TrainArguments) -> None:
                         sample = decode(tokenizer, jax.device_get(ids[0]))
                     if progress.log_due:
                         display.update(run.last, sample)
+                        track(progress.step, run.last | ({"sample": sample} if sample else {}))
                     if signal:
                         break
         if run.steps_done < training.steps:

@@ -18,6 +18,7 @@ from gptlite.config import (
     Between,
     Config,
     DistributedConfig,
+    LogConfig,
     ModelConfig,
     SamplingConfig,
     UserError,
@@ -99,6 +100,8 @@ class TrainArguments:
     """Show where in the code an error came from."""
 
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
+
+    log: LogConfig = field(default_factory=LogConfig)
 
     config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 

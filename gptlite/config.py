@@ -527,6 +527,34 @@ class DistributedConfig:
         return host.strip("[]"), int(port)
 
 
+TRACKERS = ("tensorboard", "wandb", "trackio")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """Where a run is shown while it trains, besides metrics.jsonl."""
+
+    to: str = ""
+    """Dashboards, separated by commas: tensorboard (files in the run's folder), wandb (Weights &
+    Biases; offline with WANDB_MODE=offline) and trackio. Each needs its package: pip install -e
+    ".[tensorboard]". They get losses, learning rate, gradient norm, speed and samples. One that
+    fails is left out, and training goes on."""
+
+    def __post_init__(self):
+        check_fields("log.", self)
+        wrong = [name for name in self.names if name not in TRACKERS]
+        require(
+            not wrong and len(set(self.names)) == len(self.names),
+            f"log.to must be some of {', '.join(TRACKERS)}, each once and separated by commas, got "
+            f"{self.to!r}.",
+        )
+
+    @property
+    def names(self) -> list[str]:
+        """Those of the dashboards."""
+        return self.to.split(",") if self.to else []
+
+
 @dataclass(frozen=True)
 class Config:
     """Everything that defines a run."""

@@ -22,6 +22,7 @@ from gptlite.config import (
     BlockNames,
     Config,
     DistributedConfig,
+    LogConfig,
     OptimizerConfig,
     SamplingConfig,
     TrainingConfig,
@@ -47,7 +48,7 @@ def sources_are_read_once():
         yield
 
 
-SECTIONS = get_type_hints(Config) | {"distributed": DistributedConfig}
+SECTIONS = get_type_hints(Config) | {"distributed": DistributedConfig, "log": LogConfig}
 
 
 def knobs() -> Iterator[tuple[str, Any]]:
@@ -86,7 +87,7 @@ WRONG: dict[Any, list[str]] = {
     Literal: ["", "nonsense", "NaN", "🙂", "rms,layer", "file.py", "file.py:", ":Class", "a.py:1"],
     bool: ["maybe", "", "2"],
 }
-TRAIN = dict([*knobs(), *plain(TrainArguments, ("config", "preset", "distributed"))])
+TRAIN = dict([*knobs(), *plain(TrainArguments, ("config", "preset", "distributed", "log"))])
 SAMPLE = dict([*plain(SampleArguments, ("sampling", "model")), *plain(SamplingConfig, ())])
 
 
@@ -145,6 +146,7 @@ def test_every_option_has_a_test_of_its_range():
     assert texts == {
         "--data.corpus", "--data.tokenizer", "--run", "--resume", "--init-from", "--prompt",
         "--prompt-file", "--stop", "--distributed.coordinator", "--compile-for", "--fit",
+        "--log.to",
     }  # fmt: skip
 
 
@@ -159,6 +161,9 @@ def test_every_option_has_a_test_of_its_range():
         ["--resume"],
         ["--fit", "batch"],
         ["--fit", "rows"],
+        ["--log.to", "mlflow"],
+        ["--log.to", "wandb,wandb"],
+        ["--log.to", "wandb, trackio"],
     ],
 )
 def test_unknown_arguments_are_refused(words):

@@ -11,6 +11,8 @@
     nonfinite.json     where training diverged, with the batch
     loss.png           the loss curves
     result.json        the result, at the end
+    tensorboard/       with `--log.to tensorboard`: its event files
+    tracked.json       with `--log.to`: what the run is called there
 
 All files are plain data: nothing in a run is executed when it is loaded.
 """
@@ -78,8 +80,10 @@ class RunFolder:
     Every method raises `UserError` where the folder cannot be written.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, options: Sequence[str] = ()):
+        """`options`: of the command, to be given again when the run is resumed."""
         self.path = path
+        self._options = options
         self.best: Evaluated | None = None
         """The best evaluation."""
         self.last: dict[str, Any] = {}
@@ -326,6 +330,8 @@ class RunFolder:
                 self.best = Evaluated(progress.step, val_loss)
         if training.on_nonfinite == "skip":
             self.last["skipped"] = progress.position.skipped
+        if memory := jax.local_devices()[0].memory_stats():  # none of a CPU
+            self.last["peak_device_bytes"] = memory["peak_bytes_in_use"]
         if not is_first():
             return
         line = json.dumps(self.last, allow_nan=False) + "\n"
@@ -415,7 +421,7 @@ class RunFolder:
             return "Nothing has been saved yet."
         where = ", in every process" if count() > 1 else ""
         named = (*corpus_arguments(self._config.data), *custom_arguments(self._config.model))
-        words = ["python", "train.py", "--resume", str(self.path), *named, *options]
+        words = ["python", "train.py", "--resume", str(self.path), *named, *self._options, *options]
         return f"To resume from step {steps[0]}{where}:\n    {shlex.join(words)}"
 
     def curves(self) -> list[dict[str, Any]]:

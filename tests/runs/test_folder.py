@@ -14,9 +14,11 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import equinox as eqx
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -333,6 +335,21 @@ def test_resuming_with_another_text_is_refused(copied):
         run.open()
         with pytest.raises(UserError, match="not the text that this run was trained on"):
             run.find_checkpoint(skeleton(), longer(1000), "another's")
+
+
+def test_what_a_command_asked_for_is_in_the_hint_and_what_a_device_counts_in_the_metrics(
+    tmp_path, monkeypatch
+):
+    counted = SimpleNamespace(memory_stats=lambda: {"peak_bytes_in_use": 7, "bytes_in_use": 5})
+    with RunFolder(tmp_path / "run", ["--log.to", "wandb"]) as run:
+        train(run, until=5)
+        assert "--resume" in run.resume_hint()
+        assert "--log.to wandb" in run.resume_hint()
+        assert "peak_device_bytes" not in run.last  # a CPU does not
+        progress = next(fit(steps_of(CONFIG).init(MODEL), steps_of(CONFIG), BATCHES))
+        monkeypatch.setattr(jax, "local_devices", lambda: [counted])
+        run.log_metrics(progress, None)
+    assert run.last["peak_device_bytes"] == 7
 
 
 def test_metrics_may_be_deleted(copied, capsys):

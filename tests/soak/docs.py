@@ -49,6 +49,7 @@ RULES: dict[str, str | None] = {
     "python train.py m --summary": "--data.corpus text.txt",
     "python train.py --data.corpus": SMALL,
     'pip install -e ".[cuda]"': None,
+    'pip install -e ".[tensorboard,wandb,trackio]"': None,
     "python train.py gpt2 --distributed": None,  # waits for the other: see tests/test_processes.py
     # The preset's own batch, and a sample.
     "python train.py gpt2": (
