@@ -9,6 +9,7 @@ import sys
 import time
 
 from gptlite.cli import TrainArguments, exit_on_error, parse_train, settings
+from gptlite.config import parse_lora
 from gptlite.processes import (
     check_same,
     count,
@@ -42,6 +43,7 @@ def train(arguments: TrainArguments) -> None:
     from gptlite.estimate.step import compile_step
     from gptlite.generation.generate import generate
     from gptlite.models.gpt import make_model
+    from gptlite.models.lora import with_adapters
     from gptlite.models.summary import count_parameters, summary
     from gptlite.progress import log
     from gptlite.pytrees import size_of
@@ -51,7 +53,7 @@ def train(arguments: TrainArguments) -> None:
     from gptlite.runs.folder import RunFolder
     from gptlite.runs.load import load_any, load_tokenizer
     from gptlite.runs.trackers import Trackers, check_installed
-    from gptlite.runs.weights import fill, named_arrays
+    from gptlite.runs.weights import fill, gather_to_first, named_arrays
     from gptlite.runtime import require_memory, set_up_jax, usable_cpu_devices
     from gptlite.sharding import check_tensor, constrain_parameters, make_mesh
     from gptlite.text.batches import Batches
@@ -60,6 +62,7 @@ def train(arguments: TrainArguments) -> None:
     from gptlite.text.tokens import split_corpus
     from gptlite.training.evaluate import Evaluation, bits_per_byte
     from gptlite.training.fit import fit
+    from gptlite.training.frozen import frozen_in, trainable
     from gptlite.training.step import TrainSteps
     from gptlite.training.stop import Stop
 
@@ -117,9 +120,11 @@ def train(arguments: TrainArguments) -> None:
         check_tensor(mesh, config.model)
         context = config.model.context_length
 
+        trained = trainable(config, shapes)
+
         def make_steps(rows: int) -> TrainSteps:
             rule = dataclasses.replace(training, batch_size=rows)
-            return TrainSteps(shapes, config.optimizer, rule, mesh)
+            return TrainSteps(shapes, config.optimizer, rule, mesh, trainable=trained)
 
         train_steps = make_steps(training.batch_size)
         if arguments.summary:
@@ -143,8 +148,11 @@ def train(arguments: TrainArguments) -> None:
             check_same("checkpoints", {"the step": str(start_at.step)})
         elif source is not None:
             weights = f"The weights of {training.init_from}"
-            state = train_steps.init(fill(shapes, named_arrays(source.model), weights))
-            del source
+            given = source.model
+            if config.model.lora is not None:
+                given = with_adapters(given, parse_lora(config.model.lora), key=model_key)
+            state = train_steps.init(fill(shapes, named_arrays(given), weights))
+            del source, given
             first_loss = float(evaluate(state.model))
             log(
                 f"starting from the weights of {training.init_from}: validation loss "
@@ -160,8 +168,11 @@ def train(arguments: TrainArguments) -> None:
             )
             with jax.set_mesh(mesh):
                 state = train_steps.init(draw(model_key))
+        count_trained = count_parameters(eqx.filter(shapes, trained))
+        some = "" if count_trained == parameters else f", of which {count_trained:,} are trained,"
         log(
-            f"{parameters:,} parameters on {mesh.size} {mesh.devices.flat[0].platform} device(s); "
+            f"{parameters:,} parameters{some} on {mesh.size} "
+            f"{mesh.devices.flat[0].platform} device(s); "
             f"run folder {path}" + (f", from step {start_at.step}" if start_at else "")
         )
         custom = custom_arguments(config.model)
@@ -171,12 +182,19 @@ def train(arguments: TrainArguments) -> None:
         # Training. `fit` compiles first, so that a model that cannot be trained changes no files.
         stop, signal = Stop(exits=True), 0
         with stop:  # also while `fit` compiles, where a KeyboardInterrupt may be lost
+            frozen = {} if resuming else gather_to_first(state.model, frozen_in(config))
             fitting = fit(state, train_steps, batches, start=start_at)
             if checkpoint is None:
-                run.create(config, tokenizer, corpus.sha256, overwrite=arguments.overwrite)
+                run.create(
+                    config,
+                    tokenizer,
+                    corpus.sha256,
+                    overwrite=arguments.overwrite,
+                    frozen=frozen,
+                )
             else:
                 run.resume(checkpoint, config)
-            del state, checkpoint  # frees their arrays
+            del state, checkpoint, frozen  # frees their arrays
             with (
                 run.training_errors(tokenizer),
                 Display(training.steps, run.steps_done) as display,

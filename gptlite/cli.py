@@ -80,8 +80,8 @@ class TrainArguments:
     init_from: str | None = None
     """Start from the weights of a run, its folder or its name in runs/, or of hf:FOLDER or hf:NAME,
     a model in Hugging Face's format. Shape and tokenizer are then those of that model; a shorter
-    --model.context-length, --model.dropout, --model.attention-dropout, --model.stack
-    and --model.remat may be given with it."""
+    --model.context-length, --model.dropout, --model.attention-dropout, --model.stack, --model.remat
+    and --model.lora may be given with it."""
 
     summary: bool = False
     """Print the model as a table, with parameters, FLOPs and memory, and stop."""
@@ -232,7 +232,7 @@ def parse_words(kind: Any, args: Sequence[str], **options: Any) -> Any:
 
 
 # Fields of the model that may be given with --init-from, because the weights serve them as well.
-FREE = ("context_length", "dropout", "attention_dropout", "stack", "remat")
+FREE = ("context_length", "dropout", "attention_dropout", "stack", "remat", "lora")
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,8 @@ def _begun_from(preset: Config, name: str) -> Config:
         model, tokenizer = load_hf_config(find_folder(name.removeprefix("hf:"))), name
     else:
         saved = load_config(find_run(name) / "config.json")
-        model, tokenizer = saved.model, saved.data.tokenizer
+        # Its adapters, if it has any, are a part of its matrices now.
+        model, tokenizer = dataclasses.replace(saved.model, lora=None), saved.data.tokenizer
     return dataclasses.replace(
         preset,
         model=model,

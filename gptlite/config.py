@@ -167,6 +167,50 @@ class DataConfig:
         check_fields("data.", self)
 
 
+# The matrices that adapters may be beside.
+MATRICES = ("query", "key", "value", "output", "up", "gate", "down")
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """Low-rank adapters, as `model.lora` describes them."""
+
+    rank: Annotated[int, Between(1, 10_000)]
+    alpha: Annotated[float, Between(0.0, above=True)]
+    matrices: tuple[str, ...]
+
+    def __post_init__(self):
+        check_fields("model.lora ", self)
+        require(
+            set(self.matrices) <= set(MATRICES) and len(set(self.matrices)) == len(self.matrices),
+            f"model.lora matrices must be some of {'+'.join(MATRICES)}, got "
+            f"{'+'.join(self.matrices)}.",
+        )
+
+
+def parse_lora(value: str) -> LoRA:
+    """The adapters that `model.lora` describes: `8:alpha=16:matrices=query+value`.
+
+    **Raises:** `UserError` if it is not of this form, or out of range.
+    """
+    rank, options = split_options(value)
+    known = {"alpha": options.get("alpha", ""), "matrices": options.get("matrices", "")}
+    try:
+        require(known.keys() >= options.keys(), "")
+        return LoRA(
+            rank=int(rank),
+            alpha=float(known["alpha"] or 2 * int(rank)),
+            matrices=tuple(known["matrices"].split("+")) if known["matrices"] else MATRICES,
+        )
+    except ValueError as error:
+        if isinstance(error, UserError) and str(error):
+            raise
+        raise UserError(
+            "model.lora must be a rank, which alpha and matrices may follow, as in 8 or "
+            f"8:alpha=16:matrices=query+value, got {value!r}."
+        ) from error
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The shape of the network and which blocks it is built from.
@@ -267,12 +311,20 @@ class ModelConfig:
     """What the gradient computes once more, to save memory in training: the inside of each
     attention, or of each block. The layers then run by lax.scan. The result is the same."""
 
+    lora: str | None = None
+    """Low-rank adapters beside the matrices of a model that has been trained (--init-from), e.g. 8:
+    their rank (Hu et al., 2021). All else stays as it is. Options: alpha (default: twice the rank),
+    whose share of the rank scales the adapters; matrices (default:
+    query+key+value+output+up+gate+down, as far as there are such). None: all is trained."""
+
     def __post_init__(self):
         for name in CUSTOM_FIELDS:
             if isinstance(block := getattr(self, name), type):  # in Python, the class itself
                 object.__setattr__(self, name, custom_name(block))
                 CUSTOM[custom_name(block)] = block
         check_fields("model.", self)
+        if self.lora is not None:
+            parse_lora(self.lora)
         require(
             self.head_size is not None or self.d_model % self.n_heads == 0,
             "Without model.head_size, model.d_model must be a multiple of model.n_heads, got "
@@ -411,6 +463,10 @@ class TrainingConfig:
 
     keep: Annotated[int, Between(1, MAX_INT32)] = 2
     """Keep this many of the newest checkpoints, and the best weights."""
+
+    freeze: str = ""
+    """Parameters that stay as they are: patterns of their names, separated by commas, such as
+    embedding.*,*.mlp.*. (The names are those in a run's weights; * stands for anything.)"""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What to do when a loss or a gradient is not finite. stop: end the run, and save the batch.
@@ -564,6 +620,16 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+
+    def __post_init__(self):
+        require(
+            self.model.lora is None or self.training.init_from is not None,
+            "model.lora adapts a model that has been trained: give --init-from.",
+        )
+        require(
+            self.model.lora is None or not self.training.freeze,
+            "With model.lora, all but the adapters stays as it is: leave training.freeze out.",
+        )
 
 
 @dataclass(frozen=True)

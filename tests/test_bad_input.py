@@ -146,7 +146,7 @@ def test_every_option_has_a_test_of_its_range():
     assert texts == {
         "--data.corpus", "--data.tokenizer", "--run", "--resume", "--init-from", "--prompt",
         "--prompt-file", "--stop", "--distributed.coordinator", "--compile-for", "--fit",
-        "--log.to",
+        "--log.to", "--model.lora", "--training.freeze",
     }  # fmt: skip
 
 

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from gptlite.config import ModelConfig, UserError, require
+from gptlite.config import ModelConfig, UserError, parse_lora, require
 from gptlite.models.build import make_block
+from gptlite.models.lora import with_adapters
 from gptlite.models.transformer import Transformer
 from gptlite.nn.cache import Cache, read_at, write_at
 from gptlite.nn.context import WHOLE_SEQUENCE, Context, PerSequence
@@ -23,7 +24,10 @@ from gptlite.text.tokenizer import Tokenizer
 def make_model(config: ModelConfig, tokenizer: Tokenizer, *, key: PRNGKeyArray) -> "GPT":
     """A `GPT` for the ids of `tokenizer`."""
     rows = tokenizer.padded_vocab_size
-    return GPT(config, tokenizer.vocab_size, padded_vocab_size=rows, key=key)
+    model = GPT(config, tokenizer.vocab_size, padded_vocab_size=rows, key=key)
+    if config.lora is None:
+        return model
+    return with_adapters(model, parse_lora(config.lora), key=jax.random.fold_in(key, 1))
 
 
 class GPT(Transformer):

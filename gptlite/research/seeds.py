@@ -21,6 +21,7 @@ from gptlite.text.tokenizer import Tokenizer
 from gptlite.text.tokens import Split
 from gptlite.training.evaluate import Evaluation
 from gptlite.training.fit import fit
+from gptlite.training.frozen import trainable
 from gptlite.training.step import TrainSteps
 
 
@@ -63,7 +64,9 @@ def fit_seeds(
 
     models = draw(jnp.asarray(filled, jnp.int32))
     one = jax.tree.map(lambda x: x[0] if eqx.is_array(x) else x, models)
-    train_steps = TrainSteps(one, config.optimizer, training, mesh, seeds=filled)
+    train_steps = TrainSteps(
+        one, config.optimizer, training, mesh, trainable=trainable(config, one), seeds=filled
+    )
     evaluate = Evaluation(split.validation, context, mesh)
     fitting = fit(
         train_steps.init(models),

@@ -17,9 +17,10 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, get_type_hints
 
 import jax
@@ -36,6 +37,9 @@ from gptlite.sharding import whole
 from gptlite.training.fit import Position
 from gptlite.training.step import TrainState
 
+# What the names of the model's arrays begin with in a training state.
+MODEL = "model."
+
 
 @dataclass(frozen=True)
 class Record:
@@ -47,6 +51,8 @@ class Record:
     last: dict[str, Any]
     """The last line of metrics."""
     corpus_sha256: str
+    frozen_sha256: str
+    """The checksum of the file of parameters that stay as they are; empty if there are none."""
     devices: str
     """Number and kind of the devices, and the mesh where parameters are spread."""
 
@@ -99,16 +105,25 @@ class Checkpoints:
                 folder.absolute(), options=options, item_handlers=handlers
             )
 
-    def save(self, state: TrainState, record: Record) -> None:
-        """Start to write the checkpoint of `record.position.step`. `state` may change as soon as
-        this returns.
+    def save(
+        self,
+        state: TrainState,
+        record: Record,
+        is_frozen: Callable[[str], bool] = lambda name: False,
+    ) -> None:
+        """Start to write the checkpoint of `record.position.step`, without the parameters that are
+        frozen. `state` may change as soon as this returns.
 
         **Raises:** `UserError` if a number in `state` is NaN, or this checkpoint or the one before
         could not be written.
         """
         ocp, step = self._ocp, record.position.step
         path = self._folder / str(step)
-        arrays = named_leaves(state)
+        arrays = {
+            name: array
+            for name, array in named_leaves(state).items()
+            if not (name.startswith(MODEL) and is_frozen(name.removeprefix(MODEL)))
+        }
         found = survey(arrays)
         for name, (is_nan, *_) in found.items():
             # Infinity is no mistake: a custom block may have a mask of -inf.
@@ -124,8 +139,14 @@ class Checkpoints:
             if not self._manager.save(step, args=items):
                 raise ValueError(f"there is a checkpoint of step {self._manager.latest_step()}")
 
-    def restore(self, step: int, skeleton: TrainState) -> Checkpoint:
+    def restore(
+        self,
+        step: int,
+        skeleton: TrainState,
+        frozen: Mapping[str, Array] = MappingProxyType({}),
+    ) -> Checkpoint:
         """The checkpoint of `step`. Its arrays are sharded over devices as those of `skeleton` are.
+        `frozen`: the model's arrays that are not in it, by name.
 
         **Raises:** `UserError` if the checkpoint cannot be read or is damaged, or its arrays do not
         have the names, shapes and dtypes of `skeleton`, which is checked before any array is read.
@@ -133,7 +154,9 @@ class Checkpoints:
         ocp, path = self._ocp, self._folder / str(step)
         with _as_user_error(path, "read"):
             found = self._manager.item_metadata(step)["state"].tree
-        check_shapes(skeleton, dict(found), f"The arrays of {path}")
+        others = {f"{MODEL}{name}": array for name, array in frozen.items()}
+        leaves = {x: leaf for x, leaf in named_leaves(skeleton).items() if x not in others}
+        check_shapes(leaves, dict(found), f"The arrays of {path}")
         for name, array in dict(found).items():
             # A small file may hold a chunk that fills the memory when it is unpacked.
             chunk = array.storage.chunk_shape
@@ -144,7 +167,7 @@ class Checkpoints:
             )
         shapes = {
             name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-            for name, x in named_leaves(skeleton).items()
+            for name, x in leaves.items()
         }
         items = ocp.args.Composite(
             state=ocp.args.StandardRestore(shapes), record=ocp.args.JsonRestore()
@@ -161,7 +184,7 @@ class Checkpoints:
                 raise UserError(f"The checkpoint {path} is damaged: {error}") from error
         if record.position.step != step:
             raise UserError(f"The checkpoint {path} is damaged: it is of another step.")
-        return Checkpoint(fill(skeleton, arrays, f"The arrays of {path}"), record)
+        return Checkpoint(fill(skeleton, arrays | others, f"The arrays of {path}"), record)
 
     def wait(self) -> None:
         """Wait until everything started is written.

@@ -6,6 +6,7 @@
     metrics.jsonl      one JSON object a line
     best.safetensors   weights at the best evaluation
     last.safetensors   weights at the last checkpoint
+    frozen.safetensors those that stay as they are, if there are any
     checkpoints/       what `--resume` needs: see checkpoints.py
     damaged/           checkpoints that could not be used
     nonfinite.json     where training diverged, with the batch
@@ -25,8 +26,9 @@ import secrets
 import shlex
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import jax
@@ -40,6 +42,7 @@ from gptlite.files import (
     lock,
     open_regular,
     remove,
+    sha256_of,
     sync,
     write_atomically,
     write_json,
@@ -57,13 +60,17 @@ from gptlite.runs.saved_config import (
     save_sources,
 )
 from gptlite.runs.weights import (
+    FROZEN,
     Evaluated,
     gather_to_first,
+    named_leaves,
+    read_arrays,
     read_evaluated,
     save_weights,
 )
 from gptlite.text.tokenizer import Tokenizer, decode
 from gptlite.training.fit import DivergenceError, Progress
+from gptlite.training.frozen import frozen_in
 from gptlite.training.step import TrainState
 
 # How long a file may take to be seen on another host. (NFS keeps what it has seen for a minute.)
@@ -91,7 +98,7 @@ class RunFolder:
         self._lock: AcquireReturnProxy | None = None
         self._checkpoints: Checkpoints | None = None
         self._config = Config()
-        self._corpus_sha256 = ""
+        self._corpus_sha256 = self._frozen = ""
         self._weights: list[tuple[str, dict[str, np.ndarray], Evaluated]] = []
         self._saved: int | None = None
         self._saved_at = self._began_at = time.monotonic()
@@ -120,19 +127,32 @@ class RunFolder:
             self._lock = lock(path.with_name(f".{path.name}.lock"), busy)
 
     def create(
-        self, config: Config, tokenizer: Tokenizer, corpus_sha256: str, *, overwrite: bool
+        self,
+        config: Config,
+        tokenizer: Tokenizer,
+        corpus_sha256: str,
+        *,
+        overwrite: bool,
+        frozen: Mapping[str, np.ndarray] = MappingProxyType({}),
     ) -> None:
-        """Make the folder, in the first process.
+        """Make the folder, in the first process. `frozen`: the parameters that stay as they are.
 
         **Raises:** `UserError` if there is something at `path` (with `overwrite`: something that
         is not a run), or it cannot be written.
         """
         if is_first():
-            self._create(config, tokenizer, overwrite=overwrite)
+            self._create(config, tokenizer, frozen, overwrite=overwrite)
         self._check_shared()
         self._start(config, corpus_sha256, seconds=0.0)
 
-    def _create(self, config: Config, tokenizer: Tokenizer, *, overwrite: bool) -> None:
+    def _create(
+        self,
+        config: Config,
+        tokenizer: Tokenizer,
+        frozen: Mapping[str, np.ndarray],
+        *,
+        overwrite: bool,
+    ) -> None:
         check_free(self.path, overwrite=overwrite)
         self.lock()
         check_free(self.path, overwrite=overwrite)  # another process may have created it since
@@ -146,6 +166,8 @@ class RunFolder:
                 save_config(config, new / "config.json")
                 write_json(new / "tokenizer.json", tokenizer.to_json())
                 save_sources(new, config.model)
+                if frozen:
+                    save_weights(new / FROZEN, dict(frozen), Evaluated(0))
                 if self.path.exists():
                     self.path.rename(old)
                 new.rename(self.path)
@@ -210,8 +232,12 @@ class RunFolder:
         **Raises:** `UserError` if there is none, the run was trained on another corpus, or none of
         the steps in `config` is left to do.
         """
-        checkpoint = self._newest(skeleton)
+        checkpoint = self._newest(skeleton, self._read_frozen(skeleton, config))
         record = checkpoint.record
+        require(
+            record.frozen_sha256 == self._frozen_sha256(config),
+            f"{self.path / FROZEN} is damaged: its checksum is not that of the checkpoint.",
+        )
         step, steps = record.position.step, config.training.steps
         if corpus_sha256 != record.corpus_sha256:
             raise UserError(
@@ -233,7 +259,18 @@ class RunFolder:
             )
         return checkpoint
 
-    def _newest(self, skeleton: TrainState) -> Checkpoint:
+    def _read_frozen(self, skeleton: TrainState, config: Config) -> dict[str, jax.Array]:
+        is_frozen = frozen_in(config)
+        leaves = named_leaves(skeleton.model)
+        wanted = {name: leaf for name, leaf in leaves.items() if is_frozen(name)}
+        arrays = read_arrays(self.path / FROZEN, wanted) if wanted else {}
+        return {x: jax.device_put(array, wanted[x].sharding) for x, array in arrays.items()}
+
+    def _frozen_sha256(self, config: Config) -> str:
+        is_any = config.model.lora is not None or config.training.freeze
+        return sha256_of(self.path / FROZEN) if is_any else ""
+
+    def _newest(self, skeleton: TrainState, frozen: Mapping[str, jax.Array]) -> Checkpoint:
         folder = self.path / "checkpoints"
         # TensorStore reads whole files, of whatever size, and ends the process if they do not fit.
         most = size_of(skeleton) + 2**20
@@ -247,7 +284,7 @@ class RunFolder:
         with contextlib.closing(checkpoints):
             for step in list_steps(folder):
                 try:
-                    return checkpoints.restore(step, skeleton)
+                    return checkpoints.restore(step, skeleton, frozen)
                 except UserError as error:
                     log(f"{error} Looking for an older checkpoint.")
         raise UserError(f"No checkpoint in {self.path} can be used.")
@@ -347,7 +384,8 @@ class RunFolder:
             folder, keep = self.path / "checkpoints", self._config.training.keep
             self._checkpoints = Checkpoints(folder, keep, self._save_weights)
         self._checkpoints.wait()  # `_save_weights` is done with the weights before
-        weights = gather_to_first(progress.state.model)
+        is_frozen = frozen_in(self._config)
+        weights = gather_to_first(progress.state.model, lambda name: not is_frozen(name))
         if is_first():
             self._weights = [("last", weights, Evaluated(step))]
             if self.best is not None and self.best.step == step:
@@ -360,9 +398,10 @@ class RunFolder:
             seconds=self.seconds,
             last=self.last,
             corpus_sha256=self._corpus_sha256,
+            frozen_sha256=self._frozen,
             devices=_devices(self._config),
         )
-        self._checkpoints.save(progress.state, record)
+        self._checkpoints.save(progress.state, record, is_frozen)
         self._saved, self._saved_at = step, time.monotonic()
 
     def _save_weights(self) -> None:
@@ -453,6 +492,7 @@ class RunFolder:
 
     def _start(self, config: Config, corpus_sha256: str, seconds: float) -> None:
         self._config, self._corpus_sha256 = config, corpus_sha256
+        self._frozen = self._frozen_sha256(config)
         self._saved_at = time.monotonic()
         self._began_at -= seconds
 

@@ -1,5 +1,6 @@
 """A trained model, read from its run's folder."""
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,15 +10,17 @@ from typing import Literal
 import equinox as eqx
 import jax
 
-from gptlite.config import BlockChoice, Config, UserError, require
+from gptlite.config import BlockChoice, Config, ModelConfig, UserError, require
 from gptlite.custom import load_custom, resolve_custom
 from gptlite.files import read_json
 from gptlite.models.gpt import GPT, make_model
+from gptlite.models.lora import merged
 from gptlite.progress import log
 from gptlite.runs.find import find_run
 from gptlite.runs.saved_config import changed_sources, load_config
-from gptlite.runs.weights import load_weights
+from gptlite.runs.weights import fill, load_weights, named_arrays
 from gptlite.text.tokenizer import MAX_TOKENIZER, Tokenizer, tokenizer_from_json
+from gptlite.training.frozen import frozen_in
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ def load_run(
     *,
     custom: Mapping[str, BlockChoice] = MappingProxyType({}),
 ) -> Run:
-    """Load a run's model, tokenizer and config.
+    """Load a run's model, tokenizer and config. Adapters are added to their matrices.
 
     `custom`: the custom blocks that the run was made with, named again by their field, as in
     `{"mlp": SineMLP}` or `{"mlp": "my_blocks.py:SineMLP"}`; the file is then executed. A line on
@@ -53,13 +56,20 @@ def load_run(
     for changed in changed_sources(path, config.model):
         log(f"{changed} has changed since {path} began.")
     tokenizer = load_tokenizer(path)
-    skeleton = eqx.filter_eval_shape(make_model, config.model, tokenizer, key=jax.random.key(0))
+
+    def shapes(config: ModelConfig) -> GPT:
+        return eqx.filter_eval_shape(make_model, config, tokenizer, key=jax.random.key(0))
+
     if which == "best" and not (path / "best.safetensors").exists():
         raise UserError(
             f"The run {path} has no best weights. (The first evaluation saves them.) Use its "
             "last ones (sample.py --weights last), or resume it (train.py --resume)."
         )
-    model = load_weights(path / f"{which}.safetensors", skeleton)
+    file = path / f"{which}.safetensors"
+    model = load_weights(file, shapes(config.model), frozen_in(config))
+    if config.model.lora is not None:
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, lora=None))
+        model = fill(shapes(config.model), named_arrays(merged(model)), f"The weights {file}")
     return Run(path, config, tokenizer, model)
 
 

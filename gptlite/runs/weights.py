@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +24,9 @@ from gptlite.runtime import require_memory
 from gptlite.sharding import is_local, whole
 
 T = TypeVar("T")
+
+# The parameters of a run that stay as they are, beside the files of those that are trained.
+FROZEN = "frozen.safetensors"
 
 # Copies of the weights in memory while they are loaded: the file, the arrays in it, JAX's arrays.
 LOADING = 3
@@ -54,12 +58,17 @@ def named_arrays(tree: PyTree) -> dict[str, np.ndarray]:
     return {name: whole(leaf) for name, leaf in named_leaves(tree).items()}
 
 
-def gather_to_first(tree: PyTree) -> dict[str, np.ndarray]:
-    """`named_arrays`, in the first process; nothing in the others. Every process must call this.
+def gather_to_first(
+    tree: PyTree, wanted: Callable[[str], bool] = lambda name: True
+) -> dict[str, np.ndarray]:
+    """`named_arrays` of those that are `wanted`, in the first process; nothing in the others. Every
+    process must call this.
 
     On their way, each device and each process hold a whole array, or one layer's part of it."""
     found = {}
     for name, leaf in named_leaves(tree).items():
+        if not wanted(name):
+            continue
         if is_local(leaf) or not is_stacked(name):
             array = whole(leaf)
         else:
@@ -130,20 +139,36 @@ def require_room(source: str, skeleton: GPT) -> None:
     require_memory(f"Loading {source}", LOADING * size_of(skeleton))
 
 
-def load_weights(path: Path, skeleton: GPT) -> GPT:
-    """`skeleton` (a model, or `eqx.filter_eval_shape` of one) with the arrays in `path`.
+def load_weights(
+    path: Path, skeleton: GPT, is_frozen: Callable[[str], bool] = lambda name: False
+) -> GPT:
+    """`skeleton` (a model, or `eqx.filter_eval_shape` of one) with the arrays in `path`, and those
+    that are frozen from the file beside it.
 
-    **Raises:** `UserError` if the file is no safetensors file, or its names, shapes or dtypes are
-    not the skeleton's.
+    **Raises:** `UserError` if a file is no safetensors file, or its names, shapes or dtypes are not
+    the skeleton's.
     """
     require_room(str(path), skeleton)
-    most = size_of(skeleton) + HEADER + HEADER_PER_ARRAY * len(named_leaves(skeleton))
+    leaves = named_leaves(skeleton)
+    frozen = {name: leaf for name, leaf in leaves.items() if is_frozen(name)}
+    arrays = read_arrays(path, {x: leaf for x, leaf in leaves.items() if x not in frozen})
+    if frozen:
+        arrays |= read_arrays(path.with_name(FROZEN), frozen)
+    return fill(skeleton, arrays, f"The weights {path}")
+
+
+def read_arrays(path: Path, wanted: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The arrays in a file, which must be those of `wanted`, arrays or shapes of arrays by name.
+
+    **Raises:** `UserError` as `load_weights` does.
+    """
+    most = size_of(wanted) + HEADER + HEADER_PER_ARRAY * len(wanted)
     try:
-        content = read_bounded(path, most)
-        arrays = safetensors.numpy.load(content)
+        arrays = safetensors.numpy.load(read_bounded(path, most))
     except OSError as error:
         reason = error.strerror or error
         raise UserError(f"The weights {path} cannot be read: {reason}.") from error
     except (SafetensorError, KeyError) as error:  # KeyError: a dtype NumPy lacks
         raise UserError(f"The weights {path} cannot be read: {error}.") from error
-    return fill(skeleton, arrays, f"The weights {path}")
+    check_shapes(dict(wanted), arrays, f"The weights {path}")
+    return arrays

@@ -561,7 +561,7 @@ def test_a_mask_of_minus_infinity_is_kept_and_nan_is_not(tmp_path):
     masked = state.model.norm.weight.at[0].set(-np.inf)
     state = eqx.tree_at(lambda s: s.model.norm.weight, state, masked)
     checkpoints = Checkpoints(tmp_path / "checkpoints", 2)
-    record = Record(Position(1), 1.0, {}, CORPUS, "2 x cpu")
+    record = Record(Position(1), 1.0, {}, CORPUS, "", "2 x cpu")
     with contextlib.closing(checkpoints):
         checkpoints.save(state, record)
         checkpoints.wait()
@@ -599,7 +599,7 @@ LAST = {"step": 1.0, "tokens": 8.0, "step_seconds": 1.0, "val_loss": 1.0}
 )
 def test_a_record_from_a_stranger_has_its_types(tmp_path, field, value, words):
     checkpoints = Checkpoints(tmp_path / "checkpoints", 2)
-    record = Record(Position(1), 1.0, {}, CORPUS, "2 x cpu")
+    record = Record(Position(1), 1.0, {}, CORPUS, "", "2 x cpu")
     with contextlib.closing(checkpoints), pytest.MonkeyPatch.context() as patch:
         asdict = dataclasses.asdict
         change = {field: value}
@@ -618,7 +618,7 @@ def test_an_array_in_chunks_larger_than_itself_is_refused(tmp_path):
     """A small file may hold a chunk that fills the memory when it is unpacked."""
     checkpoints = Checkpoints(tmp_path / "checkpoints", 2)
     with contextlib.closing(checkpoints):
-        checkpoints.save(skeleton(), Record(Position(1), 1.0, {}, CORPUS, "2 x cpu"))
+        checkpoints.save(skeleton(), Record(Position(1), 1.0, {}, CORPUS, "", "2 x cpu"))
         checkpoints.wait()
     base = {"driver": "ocdbt", "base": f"file://{tmp_path}/checkpoints/1/state/"}
     name, store = "model.embedding.weight", tensorstore.KvStore.open(base).result()

@@ -69,6 +69,12 @@ RULES: dict[str, str | None] = {
         "--models 124M --targets h100:8 --model.n-layers 1 --model.n-heads 2 --model.d-model 16 "
         "--model.context-length 16 --data.corpus $PWD/text.txt --data.tokenizer byte"
     ),
+    "python benchmarks/vocabulary.py": (
+        "--corpora $PWD/text.txt --tokenizers char bpe:300 --seconds 1 -- --model.n-layers 1"
+    ),
+    "python benchmarks/finetune.py": (
+        "--steps 2 -- --data.corpus $PWD/text.txt --model.context-length 8"
+    ),
     "python benchmarks/train_speed.py": "--shapes S --rounds 1",
     "python benchmarks/sample_speed.py": "--shapes S --batches 1 --rounds 1",
     "python benchmarks/startup.py": "--rounds 1",
