@@ -26,7 +26,7 @@ def compare(arguments: CompareArguments, variants: dict[str, Config]) -> None:
     from gptlite.research.comparison import Comparison
     from gptlite.research.report import table, to_csv
     from gptlite.runtime import set_up_jax
-    from gptlite.text.corpus import load_corpus
+    from gptlite.text.corpus import open_corpus
     from gptlite.text.tokenizer import make_tokenizer
     from gptlite.text.tokens import split_corpus
 
@@ -35,9 +35,9 @@ def compare(arguments: CompareArguments, variants: dict[str, Config]) -> None:
     set_up_jax(min(arguments.config.training.cpu_devices, len(seeds)))
 
     # One text for all.
-    corpus = load_corpus(data.corpus)
+    corpus = open_corpus(data.corpus)
     tokenizer = make_tokenizer(data.tokenizer, corpus)
-    split = split_corpus(corpus, tokenizer, data.validation_tokens)
+    split = split_corpus(corpus, tokenizer, data.validation_tokens, data.max_tokens)
     for config in variants.values():
         load_custom(config.model)
     for custom in {
@@ -53,7 +53,7 @@ def compare(arguments: CompareArguments, variants: dict[str, Config]) -> None:
         raise UserError(f"{folder} cannot be written: {error.strerror}.") from error
     with held:
         base = next(iter(variants.values()))
-        comparison = Comparison(folder, base, arguments.equal, tokenizer, split, corpus.sha256)
+        comparison = Comparison(folder, base, arguments.equal, tokenizer, split, split.sha256)
         # What can be wrong with a variant is found before the first one is trained.
         trained = {
             name: comparison.trained(name, config, seeds) for name, config in variants.items()

@@ -4,6 +4,8 @@ Text, tokens, model, training, and the run folder.
 """
 
 import dataclasses
+import hashlib
+import json
 import shlex
 import sys
 import time
@@ -57,7 +59,7 @@ def train(arguments: TrainArguments) -> None:
     from gptlite.runtime import require_memory, set_up_jax, usable_cpu_devices
     from gptlite.sharding import check_tensor, constrain_parameters, make_mesh
     from gptlite.text.batches import Batches
-    from gptlite.text.corpus import load_corpus
+    from gptlite.text.corpus import open_corpus
     from gptlite.text.tokenizer import decode, make_tokenizer
     from gptlite.text.tokens import split_corpus
     from gptlite.training.evaluate import Evaluation, bits_per_byte
@@ -91,7 +93,7 @@ def train(arguments: TrainArguments) -> None:
             run.open()
 
         # Text to tokens.
-        corpus = load_corpus(arguments.config.data.corpus)
+        corpus = open_corpus(arguments.config.data.corpus)
         data = dataclasses.replace(arguments.config.data, corpus=corpus.name)  # not `auto`
         config = dataclasses.replace(arguments.config, data=data)
         source = None
@@ -102,8 +104,12 @@ def train(arguments: TrainArguments) -> None:
             tokenizer = source.tokenizer
         else:
             tokenizer = make_tokenizer(config.data.tokenizer, corpus)
-        split = split_corpus(corpus, tokenizer, config.data.validation_tokens)
-        check_same("corpora", {"the sha256": corpus.sha256})
+        split = split_corpus(
+            corpus, tokenizer, config.data.validation_tokens, config.data.max_tokens
+        )
+        written = json.dumps(tokenizer.to_json()).encode()
+        tokens = hashlib.sha256(written).hexdigest()
+        check_same("corpora", {"the sha256": split.sha256, "the tokenizer's": tokens})
         log(
             f"{corpus.name}: {len(split.train):,} training tokens, {len(split.validation):,} "
             f"validation tokens, vocabulary {tokenizer.vocab_size:,}"
@@ -143,7 +149,7 @@ def train(arguments: TrainArguments) -> None:
         skeleton, start_at, checkpoint = train_steps.skeleton(shapes), None, None
         require_memory("The training state", size_of(skeleton))
         if resuming:
-            checkpoint = run.find_checkpoint(skeleton, config, corpus.sha256)
+            checkpoint = run.find_checkpoint(skeleton, config, split.sha256)
             state, start_at = checkpoint.state, checkpoint.record.position
             check_same("checkpoints", {"the step": str(start_at.step)})
         elif source is not None:
@@ -188,7 +194,7 @@ def train(arguments: TrainArguments) -> None:
                 run.create(
                     config,
                     tokenizer,
-                    corpus.sha256,
+                    split.sha256,
                     overwrite=arguments.overwrite,
                     frozen=frozen,
                 )
@@ -239,8 +245,8 @@ def train(arguments: TrainArguments) -> None:
                 "total_seconds": seconds,
                 "tokens_per_second": last["tokens"] / last["step_seconds"],
                 "corpus": corpus.name,
-                "corpus_characters": corpus.characters,
-                "corpus_sha256": corpus.sha256,
+                "corpus_characters": split.characters,
+                "corpus_sha256": split.sha256,
                 "seed": training.seed,
             }
         )

@@ -72,8 +72,8 @@ class TrainArguments:
                 for section, names in RESUMABLE.items()
                 for name in names
             )
-            + ". More steps extend a run. The corpus must be the same text; one that is not "
-            "gptlite's own must be named again, because a run may come from a stranger."
+            + ", and --log.to. More steps extend a run. The corpus must be the same text; one that "
+            "is not gptlite's own must be named again, because a run may come from a stranger."
         ),
     ] = None
 

@@ -152,19 +152,44 @@ class DataConfig:
 
     corpus: str = "auto"
     """`shakespeare` (TinyShakespeare), `pydoc` (Python's own documentation, needs no network),
-    a UTF-8 text file, a folder of .txt files, or `hf:NAME[:SPLIT[:COLUMN]]` (a Hugging Face
-    dataset). `auto` is shakespeare, or pydoc if that cannot be downloaded."""
+    a UTF-8 text file, a folder of .txt files, or `hf:NAME[:CONFIG][:SPLIT][:COLUMN]` (a dataset on
+    Hugging Face's hub, or a folder, a file or an address with JSON lines, Parquet or text). `auto`
+    is shakespeare, or pydoc if that cannot be downloaded."""
 
     tokenizer: str = "char"
     """`char` (the text's own characters), `byte` (UTF-8), `bpe:SIZE` (a byte-pair encoding that is
     trained on the text, e.g. `bpe:4096`), `tiktoken:NAME`, e.g. `tiktoken:gpt2`, or `hf:FOLDER` or
     `hf:NAME` (the tokenizer.json in a folder or of a model on the hub)."""
 
+    max_tokens: Annotated[int | None, Between(2, MAX_INT32)] = None
+    """Train on the first so many tokens, and read no more of a dataset. None: on all."""
+
     validation_tokens: Annotated[int, Between(2, MAX_INT32)] = 1_000_000
     """Validate on at most this many tokens, from the start of the last 10 % of the text."""
 
     def __post_init__(self):
         check_fields("data.", self)
+        if self.tokenizer.startswith("bpe"):
+            parse_bpe(self.tokenizer)
+
+
+# Sizes of a byte-pair encoding that is trained on a text: the bytes, at least.
+BPE_SIZES = (256, 2**20)
+
+
+def parse_bpe(name: str) -> int:
+    """The size in `bpe:SIZE`.
+
+    **Raises:** `UserError` if there is none, or it is out of range.
+    """
+    size = re.fullmatch(r"bpe:([1-9]\d{2,6})", name)
+    low, high = BPE_SIZES
+    if size is None or not low <= int(size[1]) <= high:
+        raise UserError(
+            f"data.tokenizer bpe:SIZE needs a size from {low} to {high}, such as bpe:4096, got "
+            f"{name!r}."
+        )
+    return int(size[1])
 
 
 # The matrices that adapters may be beside.
@@ -194,21 +219,20 @@ def parse_lora(value: str) -> LoRA:
     **Raises:** `UserError` if it is not of this form, or out of range.
     """
     rank, options = split_options(value)
-    known = {"alpha": options.get("alpha", ""), "matrices": options.get("matrices", "")}
+    number = r"[0-9.e+-]{1,20}"
+    require(
+        re.fullmatch(r"-?\d{1,9}", rank) is not None
+        and options.keys() <= {"alpha", "matrices"}
+        and re.fullmatch(number, options.get("alpha", "1")) is not None,
+        "model.lora must be a rank, which alpha and matrices may follow, as in 8 or "
+        f"8:alpha=16:matrices=query+value, got {value[:100]!r}.",
+    )
     try:
-        require(known.keys() >= options.keys(), "")
-        return LoRA(
-            rank=int(rank),
-            alpha=float(known["alpha"] or 2 * int(rank)),
-            matrices=tuple(known["matrices"].split("+")) if known["matrices"] else MATRICES,
-        )
-    except ValueError as error:
-        if isinstance(error, UserError) and str(error):
-            raise
-        raise UserError(
-            "model.lora must be a rank, which alpha and matrices may follow, as in 8 or "
-            f"8:alpha=16:matrices=query+value, got {value!r}."
-        ) from error
+        alpha = float(options.get("alpha", 2 * int(rank)))
+    except ValueError:  # such as 1-2
+        alpha = math.nan
+    matrices = tuple(options["matrices"].split("+")) if "matrices" in options else MATRICES
+    return LoRA(rank=int(rank), alpha=alpha, matrices=matrices)
 
 
 @dataclass(frozen=True)
@@ -486,6 +510,16 @@ class TrainingConfig:
             "training.accumulation must divide training.batch_size, got accumulation "
             f"{self.accumulation} and batch_size {self.batch_size}.",
         )
+        require(
+            len(self.freeze) <= 1000 and (not self.freeze or all(self.frozen)),
+            "training.freeze must be patterns of names, separated by commas, 1,000 characters in "
+            f"all at most, got {self.freeze[:100]!r}.",
+        )
+
+    @property
+    def frozen(self) -> list[str]:
+        """The patterns of `freeze`."""
+        return [pattern.strip() for pattern in self.freeze.split(",")] if self.freeze else []
 
 
 @dataclass(frozen=True)

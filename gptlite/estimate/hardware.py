@@ -191,7 +191,7 @@ def describe(target: str) -> tuple[Hardware, Sequence[Any]]:
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(
-            f"There is no slice {target}: {reason}"
+            f"There is no slice {target}: {reason}."
             if "INVALID_ARGUMENT" in reason
             else f"The compiler for {target} cannot be used here: {reason}. If it is not "
             'installed: pip install -e ".[aot]", on Linux.'

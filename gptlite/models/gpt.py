@@ -27,7 +27,7 @@ def make_model(config: ModelConfig, tokenizer: Tokenizer, *, key: PRNGKeyArray) 
     model = GPT(config, tokenizer.vocab_size, padded_vocab_size=rows, key=key)
     if config.lora is None:
         return model
-    return with_adapters(model, parse_lora(config.lora), key=jax.random.fold_in(key, 1))
+    return with_adapters(model, parse_lora(config.lora), key=key)
 
 
 class GPT(Transformer):

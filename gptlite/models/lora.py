@@ -53,7 +53,6 @@ def with_adapters(model: T, lora: LoRA, *, key: PRNGKeyArray) -> T:
 
     **Raises:** `UserError` if there are none.
     """
-    keys = iter(jax.random.split(key, 1000))
     found = 0
 
     def replace(path: tuple[Any, ...], node: Any) -> Any:
@@ -61,7 +60,7 @@ def with_adapters(model: T, lora: LoRA, *, key: PRNGKeyArray) -> T:
         if type(node) is not Linear or path_name(path).split(".")[-1] not in lora.matrices:
             return node
         found += 1
-        return LoRALinear(node, lora, key=next(keys))
+        return LoRALinear(node, lora, key=jax.random.fold_in(key, found))
 
     def adapted(stack: Any) -> Any:
         if not isinstance(stack, Stack):

@@ -25,6 +25,7 @@ from gptlite.research.statistics import Verdict, judge
 from gptlite.runtime import free_memory
 from gptlite.text.tokenizer import Tokenizer
 from gptlite.text.tokens import Split
+from gptlite.training.frozen import trainable
 
 # Interleaved dispatches that time a variant against the base.
 TIMED_DISPATCHES = 5
@@ -202,6 +203,7 @@ class Comparison:
     def _count_cost(self, config: Config) -> tuple[int, int]:
         """Parameters, and training FLOPs per token."""
         skeleton = self._skeleton(config)
+        trainable(config, skeleton)  # its patterns are checked
         return count_parameters(skeleton), flops_per_token(skeleton)[1]
 
     def _skeleton(self, config: Config) -> Any:

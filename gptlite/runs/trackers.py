@@ -33,8 +33,8 @@ class Tracker(Protocol):
         """Show the metrics of a step."""
         ...
 
-    def close(self) -> None:
-        """Called at the end of training, or when it is stopped."""
+    def close(self, *, failed: bool) -> None:
+        """Called at the end of training, or when it is stopped or ends with an error (`failed`)."""
         ...
 
 
@@ -69,7 +69,8 @@ class TensorBoard:
                 self._add(step, summary=self._summary.Summary(value=[scalar]))
         self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
+        del failed
         self._writer.close()
 
     def _add(self, step: int, **what: Any) -> None:
@@ -102,8 +103,8 @@ class WandB:
         }
         self._run.log({**shown, "step": step})
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, *, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
 
 
 class Trackio:
@@ -125,7 +126,8 @@ class Trackio:
     def __call__(self, step: int, metrics: Mapping[str, float | str]) -> None:
         self._run.log(dict(metrics), step=step)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
+        del failed
         self._finish()
 
 
@@ -140,8 +142,9 @@ START: dict[str, Callable[[Path, str, Mapping[str, Any]], Tracker]] = {
 def check_installed(names: Sequence[str]) -> None:
     """**Raises:** `UserError` if the package of a tracker is not installed."""
     for name in names:
+        found = importlib.util.find_spec(name)
         require(
-            importlib.util.find_spec(name) is not None,
+            found is not None and found.origin is not None,  # more than a folder of that name
             f'--log.to {name} needs a package: pip install -e ".[{name}]".',
         )
 
@@ -157,16 +160,17 @@ class Trackers:
         self._active: dict[str, Tracker] = {}
         if not names or not is_first():
             return
-        run_name, fields = _run_name(path), dataclasses.asdict(config)
+        fields = dataclasses.asdict(config)
         for name in names:
-            self._try(name, lambda name=name: START[name](path, run_name, fields), self._add)
+            self._try(name, lambda name=name: START[name](path, _run_name(path), fields), self._add)
 
     def __enter__(self) -> "Trackers":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        failed = kind is not None
         for name, tracker in list(self._active.items()):
-            self._try(name, tracker.close)
+            self._try(name, lambda tracker=tracker: tracker.close(failed=failed))
         self._active = {}
 
     def __call__(self, step: int, metrics: Mapping[str, Any]) -> None:

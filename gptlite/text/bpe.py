@@ -1,52 +1,37 @@
 """A byte-level byte-pair encoding, trained on a text (Sennrich et al., 2016; on bytes: Radford et
 al., 2019, section 2.2).
 
-The library `tokenizers` learns the merges. tiktoken encodes with them: the ids are the same, and it
-takes a quarter of the time.
+The library `tokenizers` learns the merges. tiktoken encodes with the tokens that they make, several
+times as fast (benchmarks/vocabulary.py).
 """
 
-import re
 from collections.abc import Iterator
 
 import tiktoken
 import tokenizers
 
-from gptlite.config import UserError
 from gptlite.progress import log, progress_bar
 from gptlite.text.corpus import Corpus, split_at, take
+from gptlite.text.documents import Documents
 from gptlite.text.hf_tokenizer import BYTE_CHARACTERS, SPLITS, byte_level
 from gptlite.text.tokenizer import END_OF_TEXT, PATTERNS, TiktokenTokenizer
 
 # The split of GPT-4's encoding.
 PATTERN = PATTERNS[1]
 BYTES = 256
-MAX_SIZE = 2**20
 # Characters that merges are learnt from, at most: 10 s of work.
 SAMPLE = 2**26
 # Characters that the library is given at once: it needs 170 bytes for each, for 256 pieces.
 PIECE = 2**14
 
 
-def parse_size(name: str) -> int:
-    """The size in `bpe:SIZE`.
-
-    **Raises:** `UserError` if there is none, or it is out of range.
-    """
-    size = name.removeprefix("bpe:")
-    if not re.fullmatch(r"[1-9]\d{2,6}", size) or not BYTES <= int(size) <= MAX_SIZE:
-        raise UserError(
-            f"data.tokenizer bpe:SIZE needs a size from {BYTES} to {MAX_SIZE}, such as bpe:4096, "
-            f"got {name!r}."
-        )
-    return int(size)
-
-
-def train_bpe(corpus: Corpus, size: int, *, sample: int = SAMPLE) -> TiktokenTokenizer:
+def train_bpe(corpus: Corpus | Documents, size: int, *, sample: int = SAMPLE) -> TiktokenTokenizer:
     """An encoding with `size` tokens: the bytes, merges of the training part of `corpus`, and, if
     there is room for more than the bytes, `<|endoftext|>`. The same text gives the same encoding.
 
     Of a text of more than `sample` characters, evenly distributed pieces of that size in all are
-    read. A text with too few different words gives fewer tokens. Both are logged.
+    read; of a dataset, the first documents. A text with too few different words gives fewer tokens.
+    This is logged.
     """
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
@@ -79,7 +64,10 @@ def train_bpe(corpus: Corpus, size: int, *, sample: int = SAMPLE) -> TiktokenTok
     )
 
 
-def _sampled(corpus: Corpus, sample: int) -> Iterator[str]:
+def _sampled(corpus: Corpus | Documents, sample: int) -> Iterator[str]:
+    if isinstance(corpus, Documents):
+        yield from _beginning(corpus, sample)
+        return
     total = corpus.training_characters
     if total > sample:
         log(
@@ -96,3 +84,16 @@ def _sampled(corpus: Corpus, sample: int) -> Iterator[str]:
                     yield part
                 place += len(part)
             bar.update(len(piece))
+
+
+def _beginning(documents: Documents, sample: int) -> Iterator[str]:
+    taken = 0
+    with progress_bar("training the tokenizer", sample, unit=" characters", delay=2.0) as bar:
+        for text in documents.read_training():
+            for start in range(0, len(text), PIECE):
+                yield text[start : start + PIECE]
+            taken += len(text)
+            bar.update(len(text))
+            if taken >= sample:
+                log(f"The tokenizer is trained on the first {taken:,} characters.")
+                return

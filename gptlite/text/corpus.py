@@ -9,13 +9,13 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 from jaxtyping import Integer
 
 from gptlite.config import UserError, require
 from gptlite.progress import log, progress_bar
+from gptlite.text.documents import Documents, open_documents
 from gptlite.text.shakespeare import download_shakespeare, load_shakespeare
 
 # The clone's data/ folder, independent of the working directory.
@@ -79,7 +79,8 @@ def load_corpus(
     data_folder: Path = DATA_FOLDER,
     download: Callable[[float], bytes] = download_shakespeare,
 ) -> Corpus:
-    """Load what `--data.corpus` names (see `DataConfig.corpus`), reading it once to the end.
+    """Load what `--data.corpus` names (see `DataConfig.corpus`), reading it once to the end. The
+    documents of a dataset are joined by line ends.
 
     Only `auto` falls back to `pydoc`, and logs why.
 
@@ -100,10 +101,15 @@ def load_corpus(
     if name == "pydoc":
         pieces = _pydoc
     elif name.startswith("hf:"):
-        pieces = _hugging_face(name)
+        pieces = _joined(open_documents(name))
     else:
         pieces = _path(Path(name))
     return _scan(name, pieces)
+
+
+def open_corpus(name: str) -> Corpus | Documents:
+    """As `load_corpus`, but a Hugging Face dataset is not read beforehand."""
+    return open_documents(name) if name.startswith("hf:") else load_corpus(name)
 
 
 def code_points(text: str) -> Integer[np.ndarray, " characters"]:
@@ -140,37 +146,12 @@ def _pydoc() -> Iterator[str]:
     yield "\n".join(topics[title] for title in sorted(topics))
 
 
-def _hugging_face(name: str) -> Callable[[], Iterator[str]]:
-    import datasets
-
-    source, split, column, *rest = [*name.removeprefix("hf:").split(":"), "", ""]
-    if not source or any(rest):
-        raise UserError(f"A Hugging Face dataset is named hf:NAME[:SPLIT[:COLUMN]], got {name!r}.")
-    try:
-        rows = datasets.load_dataset(source, split=split or "train")
-    except Exception as error:  # `datasets` raises a dozen unrelated kinds
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        raise UserError(
-            f"The dataset {source} (split {split or 'train'}) could not be loaded: {reason}"
-        ) from error
-    texts = [
-        key
-        for key, kind in rows.features.items()
-        if getattr(kind, "dtype", "") in ("string", "large_string")
-    ]
-    column = column or ("text" if "text" in texts else texts[0] if len(texts) == 1 else "")
-    if column not in texts:
-        raise UserError(
-            f"{name} must name a column of text, as in hf:{source}:{split or 'train'}:COLUMN; "
-            f"the dataset has {', '.join(texts) or 'none'}."
-        )
+def _joined(documents: Documents) -> Callable[[], Iterator[str]]:
+    between = "" if documents.is_text else "\n"
 
     def pieces() -> Iterator[str]:
-        # Rows are read from the disk, in batches.
-        for number, batch in enumerate(rows.select_columns(column).iter(1000)):
-            lines = [row for row in cast(dict[str, list[str]], batch)[column] if row]
-            if lines:
-                yield ("\n" if number else "") + "\n".join(lines)
+        for number, text in enumerate(documents.read()):
+            yield f"{between}{text}" if number else text
 
     return pieces
 

@@ -112,7 +112,11 @@ class HFTokenizer:
 
 
 def read_hf_tokenizer(
-    folder: Path, vocab_size: int | None = None, end_ids: Sequence[int] | None = None
+    folder: Path,
+    vocab_size: int | None = None,
+    end_ids: Sequence[int] | None = None,
+    *,
+    for_training: bool = False,
 ) -> HFTokenizer:
     """The tokenizer in a folder in Hugging Face's format.
 
@@ -121,6 +125,8 @@ def read_hf_tokenizer(
     - `vocab_size`: of a model. Default: that of the tokenizer.
     - `end_ids`: ids that say that a generated text ends. Default: the `eos_token` in
       `tokenizer_config.json`, if there is one.
+    - `for_training`: whether a new model will be trained, which never sees what the tokenizer puts
+      before a text. It is left out.
 
     **Raises:** `UserError` if a file cannot be read, or has what gptlite does not have.
     """
@@ -128,11 +134,21 @@ def read_hf_tokenizer(
     try:
         content = read_bounded(path.resolve(), MAX_TOKENIZER).decode("utf-8")
         fields = read_json(settings.resolve()) if settings.exists() else {}
-        end_ids = _eos(fields, json.loads(content)) if end_ids is None else end_ids
+        record = json.loads(content)
+        end_ids = _eos(fields, record) if end_ids is None else end_ids
+        if for_training:
+            content = json.dumps(record | {"post_processor": None}, ensure_ascii=False)
         tokenizer = HFTokenizer(content, vocab_size, end_ids)
     except UserError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         raise UserError(f"{path} cannot be read: {error}.") from error
     require(
         not (fields.get("add_prefix_space") is True and tokenizer.is_without_prefix_space),

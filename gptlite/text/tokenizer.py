@@ -6,15 +6,17 @@ Its JSON holds the whole vocabulary, so a run never downloads it again.
 
 import base64
 import re
+from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import tiktoken
 from jaxtyping import Integer
 
-from gptlite.config import UserError, require
+from gptlite.config import UserError, parse_bpe, require
 from gptlite.hub import find_folder
 from gptlite.text.corpus import Corpus, code_points
+from gptlite.text.documents import Documents
 
 # A letter before a space and another letter; a line's end after something, before a letter.
 BETWEEN_WORDS = re.compile(r"[A-Za-z](?= [A-Za-z])|\S\n(?=[A-Za-z])")
@@ -39,6 +41,8 @@ MAX_TOKENIZER = 2**26
 END_OF_TEXT = "<|endoftext|>"
 
 Ids = Integer[np.ndarray, " tokens"]
+# Of a text: for training, and for validation.
+Parts = tuple[Integer[np.ndarray, " train"], Integer[np.ndarray, " validation"]]
 
 
 @runtime_checkable
@@ -94,6 +98,19 @@ def as_ids(ids: list[int]) -> Ids:
 def decode(tokenizer: Tokenizer, ids: Ids) -> str:
     """The text of `ids`. Bytes that are no UTF-8 (which a model may generate) become U+FFFD."""
     return b"".join(tokenizer.token_bytes(int(i)) for i in ids).decode("utf-8", errors="replace")
+
+
+def encode_pieces(tokenizer: Tokenizer, pieces: Iterator[str]) -> Iterator[Ids]:
+    """The ids of a text in pieces; pieces are joined and cut where their tokens allow it."""
+    rest = ""
+    for piece in pieces:
+        rest += piece
+        cut = tokenizer.boundary(rest)
+        if cut:
+            yield tokenizer.encode(rest[:cut])
+            rest = rest[cut:]
+    if rest:
+        yield tokenizer.encode(rest)
 
 
 class CharTokenizer:
@@ -219,7 +236,7 @@ class TiktokenTokenizer:
         }
 
 
-def make_tokenizer(name: str, corpus: Corpus | None = None) -> Tokenizer:
+def make_tokenizer(name: str, corpus: Corpus | Documents | None = None) -> Tokenizer:
     """The tokenizer that `--data.tokenizer` names. `char` and `bpe` are made from `corpus`.
 
     **Raises:** `UserError` if there is none of that name, its files cannot be read or fetched, or
@@ -231,7 +248,7 @@ def make_tokenizer(name: str, corpus: Corpus | None = None) -> Tokenizer:
     if kind == "hf" and rest:
         from gptlite.text.hf_tokenizer import read_hf_tokenizer  # its import takes time
 
-        return read_hf_tokenizer(find_folder(rest))
+        return read_hf_tokenizer(find_folder(rest), for_training=True)
     if kind == "tiktoken" and rest in tiktoken.list_encoding_names():
         return _fetch_tiktoken(rest)
     if name != "char" and kind != "bpe":
@@ -239,13 +256,14 @@ def make_tokenizer(name: str, corpus: Corpus | None = None) -> Tokenizer:
             f"There is no tokenizer {name!r}: give `char`, `byte`, `bpe:SIZE`, `hf:FOLDER` or "
             f"`tiktoken:NAME` with NAME one of {', '.join(tiktoken.list_encoding_names())}."
         )
+    size = parse_bpe(name) if kind == "bpe" else 0
     require(corpus is not None, f"The tokenizer {name} is made from a text: give a corpus.")
     assert corpus is not None
     if name == "char":
         return CharTokenizer(corpus.alphabet)
-    from gptlite.text.bpe import parse_size, train_bpe  # its import takes time
+    from gptlite.text.bpe import train_bpe  # its import takes time
 
-    return train_bpe(corpus, parse_size(name))
+    return train_bpe(corpus, size)
 
 
 def _fetch_tiktoken(name: str) -> TiktokenTokenizer:
@@ -291,7 +309,7 @@ def tokenizer_from_json(record: Any) -> Tokenizer:
                 from gptlite.text.hf_tokenizer import HFTokenizer  # its import takes time
 
                 return HFTokenizer(content, vocab_size, end_ids)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise UserError(f"This is not a tokenizer of gptlite: {error!r}.") from error
     raise UserError(f"This is not a tokenizer of gptlite: {str(record)[:100]}.")
 

@@ -2,10 +2,10 @@
 
 import hashlib
 import json
-import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tiktoken
@@ -16,7 +16,9 @@ from gptlite.config import DataConfig, UserError
 from gptlite.files import lock, read_json, sha256_of, write_json
 from gptlite.progress import log, progress_bar
 from gptlite.text.corpus import DATA_FOLDER, Corpus, split_at, take
-from gptlite.text.tokenizer import Ids, Tokenizer
+from gptlite.text.documents import Documents
+from gptlite.text.stream import Stream, mapped
+from gptlite.text.tokenizer import Ids, Parts, Tokenizer, encode_pieces
 
 # Characters up to which a corpus is kept in memory: at most 64 MB of ids.
 IN_MEMORY = 2**24
@@ -38,12 +40,17 @@ class Split:
     """The validation ids."""
     validation_bytes: int
     """UTF-8 bytes of `validation` without its first token, which is not predicted."""
+    sha256: str
+    """A checksum of the text, or of the ids of a dataset."""
+    characters: int
+    """Those of the text, or of the documents that were read."""
 
 
 def split_corpus(
-    corpus: Corpus,
+    corpus: Corpus | Documents,
     tokenizer: Tokenizer,
     validation_tokens: int = DataConfig.validation_tokens,
+    max_tokens: int | None = None,
     *,
     folder: Path = DATA_FOLDER / "tokens",
     in_memory: int = IN_MEMORY,
@@ -54,17 +61,26 @@ def split_corpus(
     A corpus of more than `in_memory` characters is encoded piece by piece into a file in `folder`.
     Its name is made of the checksums of text and tokenizer, so that it is encoded only once.
 
+    Documents of a dataset are encoded one by one into such a file, with the end of a text after
+    each, if the tokenizer has one. Every tenth is for validation, until there are
+    `validation_tokens` (of fewer than ten, the last tenth of the ids).
+
+    `max_tokens`: of those for training, the first so many. No more of a dataset is read.
+
     **Raises:** `UserError` if a character is not in the vocabulary or the file cannot be written.
     """
+    if isinstance(corpus, Documents):
+        return _streamed(corpus, tokenizer, validation_tokens, max_tokens, folder)
     if corpus.characters <= in_memory:
         parts = {True: [np.zeros(0, np.int32)], False: [np.zeros(0, np.int32)]}
         for is_train, ids in _encoded(corpus, tokenizer, validation_tokens):
             parts[is_train].append(ids)
         train, validation = np.concatenate(parts[True]), np.concatenate(parts[False])
-        return Split(train, validation, _bytes_of(validation, tokenizer))
+        size = _bytes_of(validation, tokenizer)
+        return Split(train[:max_tokens], validation, size, corpus.sha256, corpus.characters)
     spec = [ENCODING, tiktoken.__version__]
     spec += [corpus.sha256, tokenizer.to_json(), validation_tokens]
-    key = hashlib.sha256(json.dumps(spec).encode("ascii")).hexdigest()[:32]
+    key = _key(spec)
     path, meta = folder / f"{key}.ids", folder / f"{key}.json"
     try:
         # One process writes, the others wait for it.
@@ -77,7 +93,35 @@ def split_corpus(
     except OSError as error:
         raise UserError(f"The ids of {corpus.name} cannot be kept in {folder}: {error}.") from error
     assert split is not None
-    return split
+    train, validation = split
+    size = _bytes_of(validation, tokenizer)
+    return Split(train[:max_tokens], validation, size, corpus.sha256, corpus.characters)
+
+
+def _streamed(
+    documents: Documents,
+    tokenizer: Tokenizer,
+    validation_tokens: int,
+    max_tokens: int | None,
+    folder: Path,
+) -> Split:
+    spec = [ENCODING, tiktoken.__version__]
+    spec += [documents.name, tokenizer.to_json(), validation_tokens, max_tokens]
+    key = _key(spec)
+    sizes = (validation_tokens, max_tokens, _dtype(tokenizer))
+    try:
+        with _locked(folder / f".{key}.lock"):
+            stream = Stream(folder / key, documents, tokenizer, *sizes)
+            if not stream.is_finished:
+                log(f"encoding {documents.name}, once, into {folder / key}.train")
+                stream.append()
+            train, validation = stream.ids()
+    except OSError as error:
+        raise UserError(
+            f"The ids of {documents.name} cannot be kept in {folder}: {error}."
+        ) from error
+    size = _bytes_of(validation, tokenizer)
+    return Split(train, validation, size, stream.sha256, stream.characters)
 
 
 def _locked(path: Path) -> AcquireReturnProxy:
@@ -114,19 +158,6 @@ def _encoded(
         pass
 
 
-def encode_pieces(tokenizer: Tokenizer, pieces: Iterator[str]) -> Iterator[Ids]:
-    """The ids of a text in pieces; pieces are joined and cut where their tokens allow it."""
-    rest = ""
-    for piece in pieces:
-        rest += piece
-        cut = tokenizer.boundary(rest)
-        if cut:
-            yield tokenizer.encode(rest[:cut])
-            rest = rest[cut:]
-    if rest:
-        yield tokenizer.encode(rest)
-
-
 def _checked(corpus: Corpus) -> Iterator[str]:
     """The pieces of `corpus`, with a progress bar and a check of the text's checksum."""
     checksum = hashlib.sha256()
@@ -154,21 +185,21 @@ def _write(
     write_json(meta, {"counts": counts, "checksum": _checksum(path, counts)})
 
 
-def _mapped(path: Path, meta: Path, tokenizer: Tokenizer) -> Split | None:
+def _key(spec: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(spec).encode("ascii")).hexdigest()[:32]
+
+
+def _mapped(path: Path, meta: Path, tokenizer: Tokenizer) -> Parts | None:
     """What `_write` wrote; None if it is missing or damaged."""
     try:
         record = read_json(meta)
         if _checksum(path, record["counts"]) != record["checksum"]:
             return None
         train, validation = record["counts"]
-        ids = np.memmap(path, _dtype(tokenizer), mode="r", shape=(train + validation,))
+        ids = mapped(path, _dtype(tokenizer), train + validation)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    # Random access: disable read-ahead.
-    if hasattr(mmap, "MADV_RANDOM"):
-        ids._mmap.madvise(mmap.MADV_RANDOM)  # pyright: ignore[reportAttributeAccessIssue]
-    held_out = np.array(ids[train:], np.int32)
-    return Split(ids[:train], held_out, _bytes_of(held_out, tokenizer))
+    return ids[:train], np.array(ids[train:], np.int32)
 
 
 def _dtype(tokenizer: Tokenizer) -> np.dtype:

@@ -17,7 +17,7 @@ def frozen_in(config: Config) -> Callable[[str], bool]:
     `training.freeze` names."""
     if config.model.lora is not None:
         return lambda name: not name.endswith((".lora_down", ".lora_up"))
-    patterns = _patterns(config)
+    patterns = config.training.frozen
     return lambda name: any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -34,15 +34,11 @@ def trainable(config: Config, model: Any) -> PyTree[bool]:
         return is_parameter(leaf) and not is_frozen(path_name(path))
 
     found = jax.tree_util.tree_map_with_path(trained, model)
-    for pattern in _patterns(config):
-        if not fnmatch.filter(names, pattern):
+    for pattern in config.training.frozen:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             raise UserError(
                 f"training.freeze names no parameter of this model: {pattern!r}. Its parameters "
                 f"are {', '.join(names)}."
             )
     require(any(jax.tree.leaves(found)), "training.freeze leaves nothing to train.")
     return found
-
-
-def _patterns(config: Config) -> list[str]:
-    return [pattern.strip() for pattern in config.training.freeze.split(",") if pattern.strip()]

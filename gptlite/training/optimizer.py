@@ -82,8 +82,8 @@ def make_optimizer(
         )
         if not any(jax.tree.leaves(matrix)):
             raise UserError(
-                "The optimizer muon is for the matrices of a Stack, and the model has none. Train "
-                "the model before unstacked(), or use the optimizer adamw."
+                "The optimizer muon is for the matrices of a Stack, and none of the model's is "
+                "trained. Train the model before unstacked(), or use the optimizer adamw."
             )
         kinds = jax.tree.map(
             lambda by_muon, decays: "muon" if by_muon else "decayed" if decays else "plain",

@@ -145,9 +145,9 @@ print(json.dumps([name, SQLiteStorage.get_logs("gptlite", name)]))
 """
     name, lines = json.loads(run_python(read, TRACKIO_DIR=tmp_path / "trackio"))
     assert name == f"the-run-{json.loads((path / 'tracked.json').read_text())['suffix']}"
-    losses = {line["step"]: line["train_loss"] for line in lines if "train_loss" in line}
-    assert losses.keys() == {10, 20, 30, 40, 50}
-    assert (losses[10], losses[50]) == (1.25, 12.5)
+    losses = [(line["step"], line["train_loss"]) for line in lines if "train_loss" in line]
+    first = [(10, 1.25), (20, 2.5), (30, 3.75), (40, 5.0)]
+    assert sorted(losses) == sorted([*first, (30, 7.5), (40, 10.0), (50, 12.5)])
     (last,) = [line for line in lines if "val_loss" in line]
     assert (last["val_loss"], last["sample"]) == (0.5, SAMPLE)
 
@@ -163,9 +163,9 @@ class Recorder:
         self._maybe(f"step {step}")
         self.seen.append((step, metrics))
 
-    def close(self):
+    def close(self, *, failed):
         self._maybe("close")
-        self.seen.append("closed")
+        self.seen.append("failed" if failed else "closed")
 
     def _maybe(self, what: str) -> None:
         if what == self.fails:
@@ -199,6 +199,21 @@ def test_one_that_fails_is_named_once_and_the_others_go_on(fails, tmp_path, monk
         assert made["wandb"].seen == seen[:1]
     warning = f"wandb does not show this run from here, and training goes on: no network at {fails}"
     assert said.getvalue() == (f"{warning}\n" if fails else "")
+
+
+def test_a_run_that_fails_is_shown_as_failed(tmp_path, monkeypatch):
+    recorder = Recorder("")
+    monkeypatch.setitem(trackers.START, "wandb", lambda *_: recorder)
+    with pytest.raises(UserError), Trackers(["wandb"], tmp_path, CONFIG):
+        raise UserError("Training has diverged.")
+    assert recorder.seen == ["failed"]
+
+
+def test_a_name_that_cannot_be_kept_does_not_end_a_run(tmp_path, capsys):
+    (tmp_path / "tracked.json").mkdir()
+    with Trackers(["tensorboard"], tmp_path, CONFIG) as track:
+        track(1, metrics(1, 2.0))
+    assert "tensorboard does not show this run" in capsys.readouterr().out
 
 
 def test_the_name_of_a_run_is_that_of_its_folder_and_a_number(tmp_path):

@@ -155,7 +155,8 @@ def make_files(folder: Path) -> None:
     (folder / "my_notes").mkdir()
     (folder / "my_notes" / "a.txt").write_text(TEXT)
     (folder / "stories").mkdir()
-    (folder / "stories" / "validation.jsonl").write_text(json.dumps({"text": TEXT}))
+    for split in ("train", "validation"):
+        (folder / "stories" / f"{split}.jsonl").write_text(json.dumps({"text": TEXT}))
     for name in ("train.py", "sample.py", "compare.py", "benchmarks", "examples", "tests"):
         (folder / name).symlink_to(ROOT / name)
 

@@ -121,4 +121,4 @@ def test_a_size_out_of_range_is_refused(name):
     with pytest.raises(UserError, match=r"from 256 to 1048576, .* got 'bpe"):
         make_tokenizer(name, CORPUS)
     with pytest.raises(UserError, match="is made from a text"):
-        make_tokenizer(name)
+        make_tokenizer("bpe:300")

@@ -162,26 +162,3 @@ def test_the_deadline_is_ten_seconds():
         download=lambda seconds: asked.append(seconds) or unreachable(seconds),
     )
     assert asked == [10.0]
-
-
-class TestHuggingFace:
-    @pytest.fixture
-    def folder(self, tmp_path):
-        rows = ['{"text": "first", "other": "eins"}', '{"text": "second", "other": "zwei"}']
-        (tmp_path / "train.jsonl").write_text("\n".join(rows))
-        (tmp_path / "test.jsonl").write_text('{"text": "third", "other": "drei"}')
-        return tmp_path
-
-    @pytest.mark.parametrize(
-        ("suffix", "text"),
-        [("", "first\nsecond"), (":test", "third"), (":train:other", "eins\nzwei")],
-    )
-    def test_split_and_column(self, folder, suffix, text):
-        assert load_corpus(f"hf:{folder}{suffix}").text == text
-
-    @pytest.mark.parametrize(
-        ("suffix", "words"), [(":train:absent", "text, other"), (":absent", "absent")]
-    )
-    def test_a_wrong_name_is_refused(self, folder, suffix, words):
-        with pytest.raises(UserError, match=words):
-            load_corpus(f"hf:{folder}{suffix}")

@@ -21,10 +21,10 @@ from gptlite.text.tokenizer import (
     TiktokenTokenizer,
     Tokenizer,
     decode,
+    encode_pieces,
     make_tokenizer,
     tokenizer_from_json,
 )
-from gptlite.text.tokens import encode_pieces
 
 CHAR = make_tokenizer("char", text_corpus(TEXT + "é🙂\r\n"))
 OWN = TiktokenTokenizer(own_encoding())
@@ -219,6 +219,18 @@ def test_a_character_that_the_vocabulary_lacks_is_refused():
         exported(CHAR).encode("the ß")
 
 
+def test_a_new_model_gets_no_token_before_its_texts(tmp_path):
+    made = tokenizers.Tokenizer.from_str(to_hf_tokenizer(OWN))
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|end|> $A", special_tokens=[("<|end|>", 300)]
+    )
+    write_folder(tmp_path, made.to_str(), {})
+    assert HFTokenizer(made.to_str()).start_ids == (300,)
+    tokenizer = make_tokenizer(f"hf:{tmp_path}")
+    assert tokenizer.start_ids == ()
+    assert tokenizer.encode("the cat").tolist() == OWN.encode("the cat").tolist()
+
+
 def write_folder(folder, content, settings):
     (folder / "tokenizer.json").write_text(content)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -239,6 +251,7 @@ def test_a_folder_with_a_tokenizer_is_one(eos, tmp_path):
     ("content", "settings", "words"),
     [
         ("{", {}, r"tokenizer\.json cannot be read"),
+        ("[" * 200_000, {}, r"tokenizer\.json cannot be read"),
         ("[]", {}, r"tokenizer\.json cannot be read"),
         ('{"model": {}}', {}, r"tokenizer\.json cannot be read"),
         (to_hf_tokenizer(OWN), [], "holds no JSON object"),

@@ -19,8 +19,14 @@ from hypothesis import given, strategies as st
 from gptlite.config import UserError
 from gptlite.text import tokens
 from gptlite.text.corpus import Corpus, text_corpus
-from gptlite.text.tokenizer import ByteTokenizer, TiktokenTokenizer, decode, make_tokenizer
-from gptlite.text.tokens import encode_pieces, split_corpus
+from gptlite.text.tokenizer import (
+    ByteTokenizer,
+    TiktokenTokenizer,
+    decode,
+    encode_pieces,
+    make_tokenizer,
+)
+from gptlite.text.tokens import split_corpus
 
 
 def in_pieces(text: str, length: int) -> Corpus:

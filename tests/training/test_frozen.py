@@ -90,6 +90,9 @@ def test_patterns_that_mean_nothing_are_refused():
         trainable(make_config("norm.*,embeding.*"), model)
     with pytest.raises(UserError, match="leaves nothing to train"):
         trainable(make_config("*"), model)
+    for pattern in (",", " ", "norm.*,", "*" * 1001):
+        with pytest.raises(UserError, match="must be patterns of names"):
+            make_config(pattern)
 
 
 def test_adapters_are_of_a_model_that_has_been_trained():

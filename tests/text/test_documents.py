@@ -1,0 +1,286 @@
+"""Datasets of Hugging Face's formats: how they are named, and how they become ids."""
+
+import functools
+import gzip
+import http.server
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from conftest import TEXT
+
+from gptlite.config import UserError
+from gptlite.text import stream as stream_module
+from gptlite.text.bpe import train_bpe
+from gptlite.text.corpus import load_corpus, open_corpus
+from gptlite.text.documents import Documents
+from gptlite.text.tokenizer import ByteTokenizer, Tokenizer, decode, make_tokenizer
+from gptlite.text.tokens import Split, split_corpus
+
+TEXTS = [f"{number}: {line}" for number, line in enumerate(TEXT.split("\n")) if line]
+
+
+def documents(name: object) -> Documents:
+    found = open_corpus(f"hf:{name}")
+    assert isinstance(found, Documents)
+    return found
+
+
+def lines(texts: list[str], **more: str) -> str:
+    return "".join(json.dumps({"text": text} | more) + "\n" for text in texts)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text(lines(["first", "", "second"], other="eins"))
+    (folder / "test.jsonl").write_text(lines(["third"], other="zwei"))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("suffix", "texts"),
+    [
+        ("", ["first", "second"]),
+        (":test", ["third"]),
+        (":other", ["eins"] * 3),
+        (":test:other", ["zwei"]),
+        (":default:test:other", ["zwei"]),
+    ],
+)
+def test_configuration_split_and_column_are_found_by_their_names(folder, suffix, texts):
+    assert list(documents(f"{folder}{suffix}").read()) == texts
+
+
+def test_a_dataset_may_be_loaded_as_one_text(folder):
+    assert load_corpus(f"hf:{folder}").text == "first\nsecond"
+    assert load_corpus(f"hf:{folder}:test").characters == 5
+
+
+def test_configurations_of_a_folder(folder):
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n- config_name: one\n  data_files: train.jsonl\n"
+        "- config_name: two\n  data_files: test.jsonl\n---\n"
+    )
+    assert list(documents(f"{folder}:two").read()) == ["third"]
+    assert list(documents(f"{folder}:one:train:other").read()) == ["eins"] * 3
+
+
+@pytest.mark.parametrize(
+    ("suffix", "words"),
+    [
+        (":train:absent", "text, other"),
+        (":absent", "text, other"),
+        (":absent:text", "must name a split of the dataset: it has train, test"),
+        (":a:b:c:d", "is named hf:NAME"),
+        (":", "is named hf:NAME"),
+        ("/absent", "cannot be loaded"),
+    ],
+)
+def test_a_part_that_is_not_there_is_refused(folder, suffix, words):
+    with pytest.raises(UserError, match=words):
+        documents(f"{folder}{suffix}")
+
+
+def write_file(path: Path, texts: list[str]) -> None:
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pa.table({"text": texts}), path)
+    elif path.suffix == ".gz":
+        path.write_bytes(gzip.compress(lines(texts).encode()))
+    else:
+        path.write_text(lines(texts))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "b.json", "c.parquet", "d.jsonl.gz"])
+def test_a_single_file_is_a_dataset_here_and_at_an_address(name, tmp_path):
+    write_file(tmp_path / name, TEXTS)
+    assert list(documents(tmp_path / name).read()) == TEXTS
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
+    handler.log_message = lambda *_: None  # pyright: ignore[reportAttributeAccessIssue]
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            address = f"http://127.0.0.1:{server.server_port}/{name}"
+            assert list(documents(f"{address}:train:text").read()) == TEXTS
+        finally:
+            server.shutdown()
+
+
+def test_a_text_is_one_document_with_its_line_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr("gptlite.text.documents.LINES", 7)
+    (tmp_path / "a.txt").write_text(TEXT)
+    found = documents(tmp_path / "a.txt")
+    parts = list(found.read())
+    assert len(parts) > 3
+    assert "".join(parts) == TEXT
+    split = split_corpus(found, ByteTokenizer(), folder=tmp_path)
+    assert len(split.train) + len(split.validation) == len(TEXT.encode())
+
+
+# -- ids -----------------------------------------------------------------------------------------
+
+
+def write_dataset(path: Path, texts: list[str] = TEXTS) -> Documents:
+    path.write_text(lines(texts))
+    return documents(path)
+
+
+def text_of(ids: np.ndarray, tokenizer: Tokenizer | None = None) -> str:
+    return decode(tokenizer or ByteTokenizer(), np.asarray(ids))
+
+
+def test_every_tenth_document_is_for_validation(tmp_path):
+    found = write_dataset(tmp_path / "a.jsonl")
+    split = split_corpus(found, ByteTokenizer(), folder=tmp_path / "ids")
+    held_out = TEXTS[9::10]
+    kept = [text for i, text in enumerate(TEXTS) if i % 10 != 9]
+    assert text_of(split.train) == "".join(f"{text}\n" for text in kept)
+    assert text_of(split.validation) == "".join(f"{text}\n" for text in held_out)
+    assert split.characters == sum(map(len, TEXTS))
+    assert list(found.read_training()) == kept
+    # Then, no more than are wanted: the other documents are for training.
+    few = split_corpus(found, ByteTokenizer(), 10, folder=tmp_path / "ids")
+    assert text_of(few.validation) == held_out[0][:10]
+    assert len(few.train) > len(split.train)
+
+
+def test_a_token_ends_a_document_if_there_is_one(tmp_path):
+    found = write_dataset(tmp_path / "a.jsonl")
+    tokenizer = train_bpe(found, 300)
+    (end,) = tokenizer.end_ids
+    split = split_corpus(found, tokenizer, folder=tmp_path / "ids")
+    assert np.sum(np.asarray(split.train) == end) == sum(i % 10 != 9 for i in range(len(TEXTS)))
+    assert split.train[-1] == end
+    assert text_of(split.validation, tokenizer) == "".join(
+        f"{text}<|endoftext|>" for text in TEXTS[9::10]
+    )
+
+
+def test_characters_are_surveyed_for_a_char_tokenizer_alone(tmp_path):
+    found = write_dataset(tmp_path / "a.jsonl", ["ab\n", "cé"] * 10)
+    make_tokenizer("byte", found)
+    assert "alphabet" not in vars(found)
+    tokenizer = make_tokenizer("char", found)
+    assert tokenizer.vocab_size == 5
+    split = split_corpus(found, tokenizer, folder=tmp_path / "ids")
+    assert text_of(split.train, tokenizer)[:7] == "ab\n\ncé\n"
+
+
+@pytest.mark.parametrize("most", [2, 100, 101, 5000])
+def test_no_more_is_read_than_is_wanted(tmp_path, most):
+    found = write_dataset(tmp_path / "a.jsonl")
+    whole = split_corpus(found, ByteTokenizer(), folder=tmp_path / "ids")
+    split = split_corpus(found, ByteTokenizer(), max_tokens=most, folder=tmp_path / "ids")
+    np.testing.assert_array_equal(split.train, whole.train[:most])
+    assert split.characters <= whole.characters
+    assert (split.characters < 600) == (most < 200)  # up to the first that is held out
+
+
+def test_of_a_few_documents_the_end_is_for_validation(tmp_path):
+    found = write_dataset(tmp_path / "a.jsonl", ["0123456789"] * 9)
+    split = split_corpus(found, ByteTokenizer(), folder=tmp_path / "ids")
+    assert (len(split.train), len(split.validation)) == (89, 10)
+    with pytest.raises(UserError, match="is empty"):
+        split_corpus(
+            write_dataset(tmp_path / "b.jsonl", ["", ""]), ByteTokenizer(), folder=tmp_path / "ids"
+        )
+
+
+class Counting(ByteTokenizer):
+    """Stops the process after so many texts."""
+
+    def __init__(self, most: float = float("inf")):
+        self.left, self.texts = most, []
+
+    def encode(self, text: str) -> Any:
+        if self.left <= 0:
+            raise KeyboardInterrupt
+        self.left -= 1
+        self.texts.append(text)
+        return super().encode(text)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "txt"])
+def test_one_that_is_stopped_goes_on_after_its_last_segment(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr(stream_module, "SEGMENT", 200)
+    monkeypatch.setattr("gptlite.text.documents.LINES", 3)
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "txt":
+        path.write_text(TEXT)
+    else:
+        write_file(path, TEXTS)
+    whole = split_corpus(documents(path), ByteTokenizer(), folder=tmp_path / "whole")
+    encoded, stops, split = 0, 0, None
+    while split is None and stops < 50:
+        tokenizer = Counting(9 if suffix == "txt" else 17)
+        try:
+            split = split_corpus(documents(path), tokenizer, folder=tmp_path / "stopped")
+        except KeyboardInterrupt:
+            stops += 1
+        encoded += len(tokenizer.texts)
+    assert stops > 0
+    assert split is not None
+    assert_same(split, whole)
+    # Documents, and what follows them; those of the last segment a second time.
+    assert encoded < 2 * 2 * len(TEXTS)
+    tokenizer = Counting()
+    assert_same(split_corpus(documents(path), tokenizer, folder=tmp_path / "stopped"), whole)
+    assert not tokenizer.texts
+
+
+def assert_same(a: Split, b: Split) -> None:
+    np.testing.assert_array_equal(a.train, b.train)
+    np.testing.assert_array_equal(a.validation, b.validation)
+    assert (a.sha256, a.characters, a.validation_bytes) == (
+        b.sha256,
+        b.characters,
+        b.validation_bytes,
+    )
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda files: damage(files[".train"]),
+        lambda files: damage(files[".validation"]),
+        lambda files: files[".train"].unlink(),
+        lambda files: files[".json"].write_text("{"),
+        lambda files: files[".json"].write_text('{"fingerprint": 1}'),
+        lambda files: files[".train"].write_bytes(files[".train"].read_bytes()[:-1]),
+    ],
+    ids=["train", "validation", "missing", "journal", "other journal", "short"],
+)
+def test_files_that_are_damaged_are_made_again(tmp_path, harm):
+    found = write_dataset(tmp_path / "a.jsonl")
+    whole = split_corpus(found, ByteTokenizer(), folder=tmp_path / "ids")
+    whole = Split(np.array(whole.train), *list(vars(whole).values())[1:])
+    harm({path.suffix: path for path in (tmp_path / "ids").glob("[!.]*")})
+    assert_same(split_corpus(found, ByteTokenizer(), folder=tmp_path / "ids"), whole)
+
+
+def test_a_dataset_that_has_changed_is_read_anew(tmp_path, capsys):
+    found = write_dataset(tmp_path / "a.jsonl")
+    old = split_corpus(found, ByteTokenizer(), folder=tmp_path / "ids")
+    found = write_dataset(tmp_path / "a.jsonl", [f"new {text}" for text in TEXTS])
+    new = split_corpus(found, ByteTokenizer(), folder=tmp_path / "ids")
+    assert text_of(new.train).startswith("new 0:")
+    assert old.sha256 != new.sha256
+    assert "has changed since it was encoded" in capsys.readouterr().out
+
+
+def test_a_broken_file_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text(lines(TEXTS) + '{"text": "half')
+    with pytest.raises(UserError, match=r"a\.jsonl cannot be (read|loaded)"):
+        split_corpus(documents(tmp_path / "a.jsonl"), ByteTokenizer(), folder=tmp_path / "ids")
