@@ -65,6 +65,7 @@ def learn(preset: str, words: list[str], seconds: float) -> list[str]:
 def encode(arguments: argparse.Namespace) -> list[list[str]]:
     """Megabytes a second of each tokenizer, and of the same one in Hugging Face's library."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    from gptlite.config import UserError
     from gptlite.text.corpus import load_corpus
     from gptlite.text.hf_tokenizer import HFTokenizer, to_hf_tokenizer
     from gptlite.text.tokenizer import make_tokenizer
@@ -74,7 +75,11 @@ def encode(arguments: argparse.Namespace) -> list[list[str]]:
     size = len(text.encode()) / 1e6
     rows = []
     for name in [*arguments.tokenizers, "tiktoken:gpt2"]:
-        tokenizer = make_tokenizer(name, corpus)
+        try:
+            tokenizer = make_tokenizer(name, corpus)
+        except UserError as error:  # no network
+            print(f"{name} is left out. {error}")
+            continue
         speeds = []
         for contender in (tokenizer, HFTokenizer(to_hf_tokenizer(tokenizer))):
             start = time.perf_counter()

@@ -138,6 +138,9 @@ def shrink(command: str) -> str | None:
         command = re.sub(rf"{re.escape(option)} \S+ ?", "", command)
     if command.startswith("echo"):
         command = command.replace("100", "5")
+    if " -- " in command and " -- " in more:
+        command, _, options = command.partition(" -- ")
+        return f"{command} {more} {options}"
     return f"{command} {more}".strip()
 
 
