@@ -641,7 +641,7 @@ class LogConfig:
 
     @property
     def names(self) -> list[str]:
-        """Those of the dashboards."""
+        """The names of the dashboards."""
         return self.to.split(",") if self.to else []
 
 

@@ -40,6 +40,7 @@ class LoRALinear(Linear):
     def merged(self) -> Linear:
         """One layer with the matrix `W + s B A`."""
         change = self.scale * jnp.einsum("...or,...ri->...oi", self.lora_up, self.lora_down)
+        # A layer of any shape, whose arrays are replaced.
         return eqx.tree_at(
             lambda layer: (layer.weight, layer.bias),
             Linear(1, 1, std=0.0, bias=self.bias is not None, key=jax.random.key(0)),

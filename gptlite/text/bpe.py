@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import tiktoken
 import tokenizers
 
+from gptlite.config import BPE_SIZES
 from gptlite.progress import log, progress_bar
 from gptlite.text.corpus import Corpus, split_at, take
 from gptlite.text.documents import Documents
@@ -18,7 +19,6 @@ from gptlite.text.tokenizer import END_OF_TEXT, PATTERNS, TiktokenTokenizer
 
 # The split of GPT-4's encoding.
 PATTERN = PATTERNS[1]
-BYTES = 256
 # Characters that merges are learnt from, at most: 10 s of work.
 SAMPLE = 2**26
 # Characters that the library is given at once: it needs 170 bytes for each, for 256 pieces.
@@ -40,7 +40,7 @@ def train_bpe(corpus: Corpus | Documents, size: int, *, sample: int = SAMPLE) ->
             byte_level(),
         ]
     )
-    specials = {END_OF_TEXT: size - 1} if size > BYTES else {}
+    specials = {END_OF_TEXT: size - 1} if size > BPE_SIZES[0] else {}
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=size - len(specials),
         initial_alphabet=sorted(BYTE_CHARACTERS.values()),
