@@ -305,6 +305,10 @@ class ModelConfig:
     qk_norm: bool = True
     """RMS-normalise queries and keys before their product."""
 
+    separate_documents: bool = False
+    """Each token sees only its own document, whose positions begin at 0 and which begins with the
+    tokenizer's end-of-text token (see docs/training.md)."""
+
     logit_cap: Annotated[float | None, Between(0.0, above=True)] = None
     """Bound the logits smoothly to this size. None: no bound."""
 

@@ -116,7 +116,7 @@ GPT2 = {
 # Every block and every way of putting them together, in a few models.
 VARIANTS = {
     "default": {},
-    "gpt2-values": GPT2 | {"attention": "full:value_residual=true"},
+    "gpt2-values": GPT2 | {"attention": "full:value_residual=true", "separate_documents": True},
     "sinusoidal-post-grouped-scan": {
         "positions": "sinusoidal",
         "block": "post",
@@ -126,6 +126,7 @@ VARIANTS = {
         "n_kv_heads": 1,
         "logit_cap": 3.0,
         "stack": "scan",
+        "separate_documents": True,
     },
     "alibi-sliding-parallel": {
         "positions": "alibi",
@@ -134,6 +135,7 @@ VARIANTS = {
         "mlp": "geglu",
         "qk_norm": False,
         "tied_head": True,
+        "separate_documents": True,
     },
     "relative-experts-sandwich-scan": {
         "positions": "relative",
@@ -167,7 +169,8 @@ def drawn(make: Callable[[Any], Any], scale: float = 1.0) -> Any:
 def tiny_model(**changes) -> GPT:
     """A tiny model, drawn."""
     config = dataclasses.replace(TINY, **changes)
-    return drawn(lambda key: GPT(config, VOCAB, key=key))
+    separator = 1 if config.separate_documents else None
+    return drawn(lambda key: GPT(config, VOCAB, separator=separator, key=key))
 
 
 def refusal(parse: Callable[[list[str]], Any], words: list[str]) -> str | None:

@@ -27,7 +27,7 @@ _ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\](\{[^}]*\})?")
 _METADATA = re.compile(r"kernel_metadata=\{\n.*\n\}")
 # How many products attention's kernels compute, by their names. cuDNN's backward pass computes all
 # gradients, JAX's splash attention those of queries, and of keys and values, one after the other.
-_ATTENTION = {"fmhaSoftmaxBackward": 5, "fmhaSoftmax": 2, "_fwd": 2, "_dkv": 4, "_dq": 3}
+_ATTENTION = {"SoftmaxBackward": 5, "Softmax": 2, "_fwd": 2, "_dkv": 4, "_dq": 3}
 _TRIPS = re.compile(r'known_trip_count"?:\{"?n"?:"?(\d+)')
 
 

@@ -1,5 +1,6 @@
 """The decoder-only language model."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from gptlite.models.build import make_block
 from gptlite.models.lora import with_adapters
 from gptlite.models.transformer import Transformer
 from gptlite.nn.cache import Cache, read_at, write_at
-from gptlite.nn.context import WHOLE_SEQUENCE, Context, PerSequence
+from gptlite.nn.context import WHOLE_SEQUENCE, Context, PerSequence, document_starts
 from gptlite.nn.linear import Linear, project
 from gptlite.nn.stack import Layers, Stack
 from gptlite.sharding import constrain, gathered
@@ -22,9 +23,26 @@ from gptlite.text.tokenizer import Tokenizer
 
 
 def make_model(config: ModelConfig, tokenizer: Tokenizer, *, key: PRNGKeyArray) -> "GPT":
-    """A `GPT` for the ids of `tokenizer`."""
-    rows = tokenizer.padded_vocab_size
-    model = GPT(config, tokenizer.vocab_size, padded_vocab_size=rows, key=key)
+    """A `GPT` for the ids of `tokenizer`.
+
+    **Raises:** `UserError` if documents are to be separate, and the tokenizer has no end-of-text
+    token.
+    """
+    separator = None
+    if config.separate_documents:
+        require(
+            bool(tokenizer.end_ids),
+            "model.separate_documents needs a tokenizer with an end-of-text token, such as "
+            "--data.tokenizer bpe:4096 or tiktoken:gpt2.",
+        )
+        separator = tokenizer.end_ids[0]
+    model = GPT(
+        config,
+        tokenizer.vocab_size,
+        padded_vocab_size=tokenizer.padded_vocab_size,
+        separator=separator,
+        key=key,
+    )
     if config.lora is None:
         return model
     return with_adapters(model, parse_lora(config.lora), key=key)
@@ -42,6 +60,7 @@ class GPT(Transformer):
 
     head: Linear | None
     vocab_size: int = eqx.field(static=True)
+    separator: int | None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -49,6 +68,7 @@ class GPT(Transformer):
         vocab_size: int,
         *,
         padded_vocab_size: int | None = None,
+        separator: int | None = None,
         make_block: Callable[[ModelConfig, PRNGKeyArray], Any] = make_block,
         final_norm: bool = True,
         key: PRNGKeyArray,
@@ -57,11 +77,19 @@ class GPT(Transformer):
 
         - `padded_vocab_size`: rows of the embedding and the head, where a round number is faster.
           Ids from `vocab_size` up are never predicted. Default: `vocab_size`.
+        - `separator`: with `separate_documents`, the id that begins a document. The logits of a
+          document are then the same as if it were alone.
         - `make_block`, `final_norm`: see `Transformer`.
 
-        **Raises:** `UserError` if `vocab_size` is below 1 or above `padded_vocab_size`.
+        **Raises:** `UserError` if `vocab_size` is below 1 or above `padded_vocab_size`, or the
+        separator does not fit the config.
         """
         rows = vocab_size if padded_vocab_size is None else padded_vocab_size
+        require(
+            config.separate_documents == (separator is not None),
+            "A separator must be given for model.separate_documents, and only for it, got "
+            f"{separator} for {config.separate_documents}.",
+        )
         if not 1 <= vocab_size <= rows:
             raise UserError(
                 f"The vocabulary must have at least 1 token and at most padded_vocab_size, got "
@@ -69,6 +97,7 @@ class GPT(Transformer):
             )
         super().__init__(config, rows, make_block, final_norm=final_norm, key=key)
         self.vocab_size = vocab_size
+        self.separator = separator
         head_key = jax.random.split(key, 4)[3]
         std = 0.02 if config.init == "gpt2" else 0.0
         self.head = (
@@ -98,6 +127,19 @@ class GPT(Transformer):
         hidden, aux_loss = self.hidden(ids, context, key=key)
         return self.logits(hidden), aux_loss
 
+    def hidden(
+        self,
+        ids: Int[Array, "*batch seq"],
+        context: Context = WHOLE_SEQUENCE,
+        *,
+        key: PRNGKeyArray | None = None,
+    ) -> tuple[Float[Array, "*batch seq d_model"], Float[Array, ""]]:
+        """As `Transformer.hidden`."""
+        if self.separator is not None:
+            starts = document_starts(ids, self.separator)
+            context = dataclasses.replace(context, document_starts=starts)
+        return super().hidden(ids, context, key=key)
+
     def extend(
         self, ids: Int[Array, "*batch seq"], cache: Cache, lengths: PerSequence | None = None
     ) -> tuple[Float[Array, "*batch seq d_model"], Cache]:
@@ -117,10 +159,13 @@ class GPT(Transformer):
             f"The cache has room for {capacity} tokens: {length} are in it, got {seq} more.",
         )
         before = read_at(cache.ids, cache.length, back, axis=-1)
-        context = Context(start=cache.length, lengths=lengths)
+        all_ids = write_at(cache.ids, ids.astype(cache.ids.dtype), cache.length + back, axis=-1)
+        starts = None
+        if self.separator is not None:
+            starts = document_starts(all_ids[..., back:], self.separator)
+            starts = read_at(starts, cache.length, seq, axis=-1)
+        context = Context(start=cache.length, lengths=lengths, document_starts=starts)
         hidden, layers, _ = self._run(ids, before, cache.layers, context, None)
-        ids = ids.astype(cache.ids.dtype)
-        all_ids = write_at(cache.ids, ids, cache.length + back, axis=-1)
         return hidden, Cache(
             layers or (), all_ids, cache.length + (seq if lengths is None else lengths)
         )

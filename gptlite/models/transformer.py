@@ -15,7 +15,7 @@ from gptlite.models.build import embedding_std, make_part, make_positions
 from gptlite.nn.block import drop, split_key
 from gptlite.nn.context import WHOLE_SEQUENCE, Context
 from gptlite.nn.embedding import Embedding
-from gptlite.nn.positions import Learned, NoPositions, Sinusoidal
+from gptlite.nn.positions import Learned, NoPositions, Sinusoidal, token_positions
 from gptlite.nn.stack import Caches, Layers, Stack
 from gptlite.sharding import constrain, gathered
 
@@ -92,10 +92,19 @@ class Transformer(eqx.Module):
             before = jnp.full((*ids.shape[:-1], back), -1, ids.dtype)
         with_before = jnp.concatenate([before, ids], axis=-1)
         x = gathered(self.embedding, "embedding")(ids)
+        places, starts = token_positions(seq, context.start), context.document_starts
         for lag, embedding in enumerate(self.previous, start=1):
             earlier = with_before[..., back - lag : back - lag + seq]
+            if starts is not None:
+                earlier = jnp.where(places - lag >= starts, earlier, -1)
             x = x + gathered(embedding, "embedding")(earlier)
-        x = constrain(self.positions(x, context.start), "batch", None, None)
+        if starts is None:
+            x = self.positions(x, context.start)
+        else:
+            eqx.filter_eval_shape(self.positions, x)  # raises, if the sequence is too long
+            # Each token as a sequence of its own, at its position in its document.
+            x = self.positions(x[..., None, :], places - starts)[..., 0, :]
+        x = constrain(x, "batch", None, None)
         x = drop(x, self.config.dropout, embedding_key)
         first_block = self.stack.first
         if hasattr(first_block, "first_values"):

@@ -255,6 +255,7 @@ class Attention(eqx.Module):
             mask,
             is_causal=self.causal and not cached,
             window=self.window,
+            starts=context.document_starts,
             dropout=self.dropout,
             dropout_key=key,
         )

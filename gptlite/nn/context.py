@@ -1,7 +1,9 @@
 """What a layer knows about its input."""
 
 import equinox as eqx
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 # A number for all sequences of a batch, or one for each.
@@ -21,6 +23,9 @@ class Context(eqx.Module):
     """The position of the input's first token, which is the number of tokens in the cache."""
     lengths: PerSequence | None = None
     """How many of the input's tokens are real; padding follows them. None: all."""
+    document_starts: Int[Array, "*batch seq"] | None = None
+    """For each token of the input, the position of the first token that it may see, which is where
+    its document starts. None: 0."""
     first_values: Float[Array, "*batch seq d"] | None = None
     """The first layer's values, for `ValueResidual`."""
     memory: Float[Array, "*batch keys d_model"] | None = None
@@ -30,3 +35,10 @@ class Context(eqx.Module):
 
 
 WHOLE_SEQUENCE = Context()
+
+
+def document_starts(ids: Int[Array, "*batch seq"], separator: int) -> Int[Array, "*batch seq"]:
+    """For each token, the position of the first token of its document. A document begins with
+    `separator`, or where the sequence does."""
+    begins = jnp.where(ids == separator, jnp.arange(ids.shape[-1]), 0)
+    return lax.cummax(begins, axis=ids.ndim - 1)

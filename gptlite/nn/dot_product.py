@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from gptlite.nn.context import Start
 from gptlite.nn.fused_attention import fused_attention
@@ -30,6 +30,7 @@ def attend(
     *,
     is_causal: bool = False,
     window: int | None = None,
+    starts: Int[Array, "*batch queries"] | None = None,
     dropout: float = 0.0,
     dropout_key: PRNGKeyArray | None = None,
 ) -> Float[Array, "*batch heads queries d_value"]:
@@ -47,15 +48,20 @@ def attend(
       values.
     - `is_causal`: query i sees the keys 0 to i, with `window` the last `window` of these. Long
       sequences are computed in blocks of queries, each with no key that none of them sees.
+    - `starts`: a query sees no key before that place. Where it is given for whole sequences, they
+      must be causal, and the places those where documents begin.
     - `dropout`: the share of the weights that is dropped, if there is a `dropout_key`.
     """
     if dropout == 0:
         dropout_key = None
     if bias is None and mask is None and dropout_key is None:
-        out = fused_attention(query, key, value, is_causal=is_causal, window=window)
+        out = fused_attention(query, key, value, is_causal=is_causal, window=window, starts=starts)
         if out is not None:
             return out
     queries, keys = query.shape[-2], key.shape[-2]
+    if starts is not None:
+        own = jnp.arange(keys) >= starts[..., None, :, None]
+        mask = own if mask is None else mask & own
     if not is_causal:
         return _attend(query, key, value, bias, mask, dropout, dropout_key)
     causal = causal_mask(queries, keys, 0, window)

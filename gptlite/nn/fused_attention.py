@@ -5,7 +5,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from gptlite.sharding import is_seeds_mesh, map_heads, targets_nvidia, targets_tpu
 
@@ -18,7 +18,13 @@ SPLASH_BLOCKS = (512, 256, 128)
 
 
 def fused_attention(
-    query: Heads, key: Array, value: Array, *, is_causal: bool, window: int | None
+    query: Heads,
+    key: Array,
+    value: Array,
+    *,
+    is_causal: bool,
+    window: int | None,
+    starts: Int[Array, "*batch seq"] | None = None,
 ) -> Heads | None:
     """Attention of whole sequences to themselves (see `attend`). None if the devices of the mesh
     have no kernel for such arrays."""
@@ -29,25 +35,35 @@ def fused_attention(
     if targets_nvidia():
         half = query.dtype in (jnp.float16, jnp.bfloat16)
         fits = half and d_head % 8 == 0 and d_head <= 128
-        return _cudnn(query, key, value, is_causal, window) if fits else None
+        return _cudnn(query, key, value, is_causal, window, starts) if fits else None
     fits = query.dtype == jnp.bfloat16 and seq % SPLASH_BLOCKS[-1] == 0
     # (The compiler does not divide the kernel over seeds, nor can `map_heads`, which is inside of
     # the `vmap` over them.)
     if targets_tpu() and fits and not is_seeds_mesh():
-        return _splash(query, key, value, is_causal, window)
+        return _splash(query, key, value, is_causal, window, starts)
     return None
 
 
 def _cudnn(
-    query: Heads, key: KVHeads, value: KVHeads, is_causal: bool, window: int | None
+    query: Heads,
+    key: KVHeads,
+    value: KVHeads,
+    is_causal: bool,
+    window: int | None,
+    starts: Int[Array, "*batch seq"] | None,
 ) -> Heads:
     def seq_first(x):  # [batch, seq, heads, d_head]
         return jnp.swapaxes(x.reshape(-1, *x.shape[-3:]), 1, 2)
 
+    mask = None
+    if starts is not None:
+        seq = starts.shape[-1]
+        mask = jnp.arange(seq) >= starts.reshape(-1, 1, seq, 1)
     out = jax.nn.dot_product_attention(
         seq_first(query),
         seq_first(key),
         seq_first(value),
+        mask=mask,
         is_causal=is_causal,
         local_window_size=None if window is None else (window - 1, 0),
         implementation="cudnn",
@@ -56,7 +72,12 @@ def _cudnn(
 
 
 def _splash(
-    query: Heads, key: KVHeads, value: KVHeads, is_causal: bool, window: int | None
+    query: Heads,
+    key: KVHeads,
+    value: KVHeads,
+    is_causal: bool,
+    window: int | None,
+    starts: Int[Array, "*batch seq"] | None,
 ) -> Heads:
     # Imported here: only TPUs need it, and it takes a while.
     from jax.experimental.pallas.ops.tpu import splash_attention
@@ -80,13 +101,18 @@ def _splash(
     else:
         mask, name = splash_attention.FullMask((seq, seq)), "splash"
 
-    def on_device(query, key, value):
+    def on_device(query, key, value, *starts):
         masks = splash_attention.MultiHeadMask([mask] * query.shape[1])
         kernel = splash_attention.make_splash_mha_single_device(masks, block_sizes=blocks)
-        return jax.vmap(kernel)(query, key, value)
+        # Tokens of one document have the same start.
+        documents = [splash_attention.SegmentIds(q=ids[:, 0], kv=ids[:, 0]) for ids in starts]
+        return jax.vmap(kernel)(query, key, value, *documents)
 
     # The kernel does not scale.
     scaled = query * jnp.asarray(1 / math.sqrt(d_head), query.dtype)
+    arrays = [x.reshape(-1, *x.shape[-3:]) for x in (scaled, key, value)]
+    if starts is not None:
+        arrays.append(starts.reshape(-1, 1, seq))  # one for all heads
     with jax.named_scope(name):
-        out = map_heads(on_device, *(x.reshape(-1, *x.shape[-3:]) for x in (scaled, key, value)))
+        out = map_heads(on_device, *arrays)
     return out.reshape(query.shape)

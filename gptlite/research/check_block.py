@@ -11,6 +11,8 @@
     cached      decoding in chunks gives the output of one call, also with chunks of different
                 lengths in each row
     padding     padding after a sequence changes nothing
+    documents   of a model with `separate_documents`: a document gives the same output alone and
+                after another one
     gradients   finite, not zero for any parameter, and right by finite differences in float64
     bfloat16    close to float32
     scan        a stack of blocks gives the same output unrolled and scanned

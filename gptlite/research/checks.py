@@ -218,6 +218,17 @@ def check_padding(s: Subject) -> str | None:
     return None
 
 
+def check_documents(s: Subject) -> str | None:
+    for place in (1, s.seq // 2):
+        x = s.x.copy()
+        x[:, place] = s.module.separator
+        what = f"a document from position {place} on"
+        message = _compare(s.run(x)[:, place:], s.run(x[:, place:]), what, "the same alone")
+        if message:
+            return message
+    return None
+
+
 def check_gradients(s: Subject) -> str | None:
     with jax.enable_x64(True):
         params, static = eqx.partition(s.module, eqx.is_inexact_array)
@@ -334,6 +345,7 @@ CHECKS: dict[str, Callable[[Subject], str | None]] = {
     "batch": check_batch,
     "cached": check_cached,
     "padding": check_padding,
+    "documents": check_documents,
     "gradients": check_gradients,
     "bfloat16": check_bfloat16,
     "scan": check_scan,
@@ -349,6 +361,8 @@ def inapplicable(s: Subject) -> set[str]:
         names.add("cached")
     if s.kind == "layer" or (s.kind == "model" and s.init_cache is None):
         names.add("padding")
+    if s.kind != "model" or getattr(s.module, "separator", None) is None:
+        names.add("documents")
     if s.kind != "block":
         names.add("scan")
     return names

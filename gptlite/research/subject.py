@@ -92,6 +92,9 @@ def make_subject(
         "at least 4 and 6 are needed.",
     )
     x = random.integers(vocab, size=(BATCH, seq)).astype(np.int32)
+    separator = getattr(block, "separator", None)
+    if separator is not None:
+        x[:, seq // 3] = separator
     other = (x + random.integers(1, vocab, size=x.shape).astype(np.int32)) % vocab
     parts |= {"x": x, "other": other, "width": vocab}
     if kind == "encoder":

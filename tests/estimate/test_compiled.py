@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import pytest
 
-from gptlite.config import OptimizerConfig, TrainingConfig
+from gptlite.config import ModelConfig, OptimizerConfig, TrainingConfig
 from gptlite.estimate.hardware import HARDWARE, describe
 from gptlite.estimate.program import Work, work
 from gptlite.estimate.report import report
@@ -48,28 +48,48 @@ class Program:
 
 
 @pytest.fixture(scope="module", params=COMPILERS)
-def programs(request):
-    """The target, and a program for each size of the mesh's axis `fsdp`."""
-    target = request.param
-    if importlib.util.find_spec(COMPILERS[target]) is None:
+def target(request) -> str:
+    if importlib.util.find_spec(COMPILERS[request.param]) is None:
         pytest.skip('needs the compilers: pip install -e ".[aot]"')
+    return request.param
+
+
+def compiled(target: str, config: ModelConfig, fsdp: int, separator: int | None = None) -> Program:
     hardware, devices = describe(target)
-    shapes = eqx.filter_eval_shape(GPT, MODEL, VOCAB, key=jax.random.key(0))
-    found = {}
-    for fsdp in (1, DEVICES):
-        mesh = make_mesh(data=DEVICES // fsdp, fsdp=fsdp, tensor=1, devices=devices)
-        training = TrainingConfig(batch_size=DEVICES, accumulation=1)
-        steps = TrainSteps(shapes, OptimizerConfig(name="adamw"), training, mesh)
-        step = compile_step(shapes, steps)
-        state = steps.skeleton(shapes)
-        found[fsdp] = Program(
-            state=size_on_device(state),
-            parameters=size_on_device(state.model),
-            used=step.used,
-            work=work(step.compiled.as_text(), hardware),
-            report=report(step, hardware),
-        )
-    return target, found
+    shapes = eqx.filter_eval_shape(GPT, config, VOCAB, separator=separator, key=jax.random.key(0))
+    mesh = make_mesh(data=DEVICES // fsdp, fsdp=fsdp, tensor=1, devices=devices)
+    training = TrainingConfig(batch_size=DEVICES, accumulation=1)
+    steps = TrainSteps(shapes, OptimizerConfig(name="adamw"), training, mesh)
+    step = compile_step(shapes, steps)
+    state = steps.skeleton(shapes)
+    return Program(
+        state=size_on_device(state),
+        parameters=size_on_device(state.model),
+        used=step.used,
+        work=work(step.compiled.as_text(), hardware),
+        report=report(step, hardware),
+    )
+
+
+@pytest.fixture(scope="module")
+def programs(target):
+    """The target, and a program for each size of the mesh's axis `fsdp`."""
+    return target, {fsdp: compiled(target, MODEL, fsdp) for fsdp in (1, DEVICES)}
+
+
+def test_attention_that_keeps_documents_apart_is_fused(target):
+    config = dataclasses.replace(MODEL, n_layers=1, remat="none", separate_documents=True)
+    found = compiled(target, config, 1, separator=0).work
+    kernels = {
+        "h100:8": {"__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftmaxBackward"},
+        "v5e:2x4": {
+            "splash_mha_fwd_segmented_residuals",
+            "splash_mha_dq_segmented_no_residuals",
+            "splash_mha_dkv_segmented_no_residuals",
+        },
+    }
+    assert dict(found.attention) == dict.fromkeys(kernels[target], 1)
+    assert found.wide_flops == 0
 
 
 def test_attention_is_fused(programs):

@@ -165,6 +165,14 @@ def test_splash_attention_is_the_same_in_value_and_gradients(mask, kv_heads, spl
     assert_as_without_a_kernel(2, kv_heads, 256, **mask)
 
 
+@pytest.mark.parametrize(("kernel", "seq"), [("cudnn", 9), ("splash", 256)])
+@pytest.mark.parametrize("window", [None, 4])
+def test_kernels_keep_documents_apart(kernel, seq, window, request):
+    request.getfixturevalue(kernel)
+    starts = jnp.stack([jnp.arange(seq) // 3 * 3, jnp.where(jnp.arange(seq) < 7, 0, 7)])
+    assert_as_without_a_kernel(2, 1, seq, **CAUSAL, window=window, starts=starts)
+
+
 def test_a_sweep_on_several_tpus_has_no_kernel(splash, monkeypatch):
     """Mosaic's kernels are not divided among devices by the compiler."""
     x = jnp.ones((2, 1, 2, 128, 8), jnp.bfloat16)
@@ -195,6 +203,15 @@ def assert_as_without_a_kernel(heads, kv_heads, seq, **mask):
     for x, y in zip(ours, exact, strict=True):
         # 8 bits a number, some roundings deep. (Under a window of 1, queries have no gradient.)
         assert np.linalg.norm(np.float32(x) - y) < 0.02 * np.linalg.norm(y) + 1e-3
+
+
+def test_a_document_is_as_if_it_were_alone():
+    q, k, v = random_qkv(9, 9)
+    starts = jnp.tile(jnp.array([0, 0, 2, 2, 2, 2, 2, 7, 7]), (3, 1))
+    out = one_head(q, k, v, **CAUSAL, starts=starts)
+    for own in (slice(0, 2), slice(2, 7), slice(7, 9)):
+        alone = reference(q[:, own], k[:, own], v[:, own])
+        np.testing.assert_allclose(out[:, own], alone, rtol=1e-5, atol=1e-5)
 
 
 def test_a_kernel_is_only_for_what_it_can_do(cudnn, monkeypatch):

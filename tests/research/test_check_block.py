@@ -354,6 +354,13 @@ def test_a_planted_bug_is_caught_and_named(bug):
     assert str(found.value).startswith(f"{bug.__name__} fails:")
 
 
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+def test_attention_that_mixes_documents_is_caught(positions):
+    mixes = tiny_model(attention=OneHead, positions=positions, separate_documents=True)
+    with pytest.raises(CheckError, match="documents: a document from position 1 on differs"):
+        check_block(mixes, checks=["documents"])
+
+
 def test_unknown_checks_are_refused():
     with pytest.raises(UserError, match=r"no check \['casual'\]: there are parameters, shapes"):
         check_block(Layer, checks=["causal", "casual"])

@@ -75,6 +75,7 @@ RULES: dict[str, str | None] = {
     "python benchmarks/finetune.py": (
         "--steps 2 -- --data.corpus $PWD/text.txt --model.context-length 8"
     ),
+    "python benchmarks/docstrings.py": "",
     "python benchmarks/train_speed.py": "--shapes S --rounds 1",
     "python benchmarks/sample_speed.py": "--shapes S --batches 1 --rounds 1",
     "python benchmarks/startup.py": "--rounds 1",
