@@ -134,7 +134,8 @@ def train(arguments: TrainArguments) -> None:
 
         train_steps = make_steps(training.batch_size)
         if arguments.summary:
-            print(summary(shapes, batch_size=train_steps.rows_at_once(context + 1)))
+            rows = train_steps.rows_at_once(context + 1)
+            print(summary(shapes, batch_size=rows, trained=trained))
             return
         if hardware is not None:
             if arguments.fit == "batch":

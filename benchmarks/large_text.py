@@ -3,33 +3,38 @@ costs against training on a small one.
 
     python benchmarks/large_text.py
 
-Encoding is measured on one core, as `python train.py` does it: the text is read and checked, then
-encoded into a file. `quick` trains in alternation on it and on TinyShakespeare (without a network,
-on pydoc).
+Encoding is measured on one core, as `python train.py` does it: a text is read and checked, then
+encoded into a file; the documents of a dataset, here JSON lines, are streamed into one, and beside
+it stands how fast the tokenizer alone encodes them. `quick` trains in alternation on the text and
+on TinyShakespeare (without a network, on pydoc).
 """
 
 import argparse
 import concurrent.futures
+import json
 import multiprocessing
 import os
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from common import Contender, Round, interleave, memory_now, print_machine, print_table, spread
 
 STEPS = 40
+DOCUMENT = 2000  # characters
 
 
 def encode(path: Path, kind: str, folder: Path) -> dict[str, float]:
-    """Seconds and memory from the file to its ids."""
+    """Megabytes a second, and memory, from the file to its ids."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    from gptlite.text.corpus import load_corpus
+    from gptlite.text.corpus import open_corpus
     from gptlite.text.tokenizer import make_tokenizer
     from gptlite.text.tokens import split_corpus
 
+    name = f"hf:{path}" if path.suffix == ".jsonl" else str(path)
     before, peak, done = memory_now("RssAnon"), [0.0], threading.Event()
 
     def watch() -> None:
@@ -38,7 +43,7 @@ def encode(path: Path, kind: str, folder: Path) -> dict[str, float]:
 
     threading.Thread(target=watch, daemon=True).start()
     start = time.perf_counter()
-    corpus = load_corpus(str(path))
+    corpus = open_corpus(name)
     tokenizer = make_tokenizer(kind, corpus)
     read = time.perf_counter()
     split_corpus(corpus, tokenizer, folder=folder)
@@ -51,6 +56,22 @@ def encode(path: Path, kind: str, folder: Path) -> dict[str, float]:
         "both": megabytes / (end - start),
         "memory": peak[0] - before,
     }
+
+
+def encode_alone(path: Path, kind: str) -> float:
+    """Megabytes a second of the tokenizer, on documents that are in memory."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    from gptlite.text.corpus import open_corpus
+    from gptlite.text.tokenizer import make_tokenizer
+
+    with path.open(encoding="utf-8") as file:
+        texts = [json.loads(line)["text"] for line, _ in zip(file, range(5000), strict=False)]
+    tokenizer = make_tokenizer(kind, open_corpus(f"hf:{path}"))
+    tokenizer.encode(texts[0])
+    start = time.perf_counter()
+    for text in texts:
+        tokenizer.encode(text)
+    return sum(len(text.encode()) for text in texts) / 1e6 / (time.perf_counter() - start)
 
 
 def train(name: str, folder: Path) -> Round:
@@ -96,7 +117,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokenizers", nargs="+", default=["tiktoken:gpt2", "bpe:4096"])
     arguments = parser.parse_args()
+    from gptlite.config import UserError
     from gptlite.presets import PRESETS
     from gptlite.text.corpus import load_corpus
 
@@ -109,13 +132,32 @@ def main() -> None:
             while file.tell() < arguments.megabytes * 1_000_000:
                 file.write(f"{small.text}\n{number} é🙂\n")
                 number += 1
-        rows: list[list[Any]] = []
-        for kind in ("char", "byte"):
+        documents = path.with_suffix(".jsonl")
+        with path.open(encoding="utf-8") as file, documents.open("w", encoding="utf-8") as lines:
+            while text := file.read(DOCUMENT):
+                lines.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+
+        def alone(function: Callable[..., Any], *words: Any) -> Any:
+            """`function(*words)` in a process of its own."""
             context = multiprocessing.get_context("spawn")
             with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as process:
-                found = process.submit(encode, path, kind, Path(place)).result()
+                return process.submit(function, *words).result()
+
+        rows: list[list[Any]] = []
+        for kind in ("char", "byte"):
+            found = alone(encode, path, kind, Path(place))
             rows.append([kind, *(f"{found[key]:,.0f}" for key in found)])
         print_table(["ids", "read, MB/s", "encode, MB/s", "both, MB/s", "extra memory, MiB"], rows)
+        rows = []
+        for kind in arguments.tokenizers:
+            try:
+                found = alone(encode, documents, kind, Path(place))
+            except UserError as error:  # no network
+                print(f"{kind}: {error}")
+                continue
+            speed = alone(encode_alone, documents, kind)
+            rows.append([kind, f"{found['both']:.1f}", f"{speed:.1f}", f"{found['memory']:,.0f}"])
+        print_table(["streamed", "MB/s", "tokenizer alone, MB/s", "extra memory, MiB"], rows)
         contenders = [Contender(name, train, name, Path(place)) for name in (small.name, str(path))]
         seconds = interleave(contenders, arguments.rounds)
         quick = PRESETS["quick"][1]

@@ -232,7 +232,15 @@ def parse_words(kind: Any, args: Sequence[str], **options: Any) -> Any:
 
 
 # Fields of the model that may be given with --init-from, because the weights serve them as well.
-FREE = ("context_length", "dropout", "attention_dropout", "stack", "remat", "lora")
+FREE = (
+    "context_length",
+    "dropout",
+    "attention_dropout",
+    "stack",
+    "remat",
+    "lora",
+    "separate_documents",
+)
 
 
 @dataclass(frozen=True)

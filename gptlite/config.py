@@ -662,7 +662,7 @@ class Config:
     def __post_init__(self):
         require(
             self.model.lora is None or self.training.init_from is not None,
-            "model.lora adapts a model that has been trained: give --init-from.",
+            "model.lora adapts a model that has been trained: give --init-from to train.py.",
         )
         require(
             self.model.lora is None or not self.training.freeze,

@@ -1,9 +1,14 @@
 """The arrays in a pytree, and their names."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
+from jaxtyping import PyTree
+
+# Which parameters are trained: a filter for `eqx.partition`.
+Trainable = Callable[[Any], bool] | PyTree[bool]
 
 
 def is_array(x: Any) -> bool:

@@ -31,8 +31,10 @@ def report(step: CompiledStep, hardware: Hardware) -> str:
     lines += ["", *_arithmetic(found), *_exchange(found), ""]
     # Model FLOPs utilization (Chowdhery et al., 2022, "PaLM", appendix B): the backward pass counts
     # twice the forward pass, and what is computed once more does not. There, the masked half of
-    # attention counts; here, little of it does.
-    useful = 3 * flops_per_token(model)[0] * tokens / devices
+    # attention counts; here, little of it does. Frozen parameters have no gradient.
+    forward, training = flops_per_token(model)
+    spared = training - flops_per_token(model, steps.trainable)[1]
+    useful = (3 * forward - spared) * tokens / devices
     lines += _bound(found, hardware, useful)
     lines += ["", f"Compiled in {step.seconds:.0f} s. Peaks: {hardware.source}."]
     return "\n".join(lines)

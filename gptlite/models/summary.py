@@ -8,12 +8,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import PyTree
 
 from gptlite.models.attention_maps import with_call_hook
 from gptlite.models.gpt import GPT
 from gptlite.models.seq2seq import Seq2Seq
-from gptlite.pytrees import is_array, is_stacked, path_name
+from gptlite.pytrees import Trainable, is_array, is_stacked, path_name
 
 
 def count_parameters(model: PyTree) -> int:
@@ -21,19 +22,27 @@ def count_parameters(model: PyTree) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(eqx.filter(model, is_array)))
 
 
-def flops_per_token(model: Any) -> tuple[int, int]:
+def flops_per_token(model: Any, trained: Trainable = is_array) -> tuple[int, int]:
     """FLOPs per token at the full context: forward, and training (forward and backward). Counts two
     per multiply-add of every matrix product, of causal attention those of the blocks that `attend`
-    computes. For an encoder-decoder: per token of the target, with a source of the same length."""
+    computes. For an encoder-decoder: per token of the target, with a source of the same length.
+
+    `trained`: the parameters that have a gradient. Default: all.
+    """
     inputs = _inputs(model)
 
-    def loss(model, *inputs):
-        return jnp.mean(model(*inputs))
+    def loss(params, rest, *inputs):
+        # Squared, so that the gradient needs the output.
+        return jnp.mean(jnp.square(eqx.combine(params, rest)(*inputs)))
 
     forward = eqx.filter_make_jaxpr(lambda model, *inputs: model(*inputs))(model, *inputs)[0]
-    training = eqx.filter_make_jaxpr(eqx.filter_grad(loss))(model, *inputs)[0]
+    parts = eqx.partition(model, trained)
+    training = eqx.filter_make_jaxpr(eqx.filter_grad(loss))(*parts, *inputs)[0]
+    # Without the gradients of parameters that are not trained, which a function with a rule of its
+    # own computes in any case.
+    needed, _ = dce_jaxpr(training.jaxpr, [True] * len(training.jaxpr.outvars))
     context = model.config.context_length
-    return _product_flops(forward.jaxpr) // context, _product_flops(training.jaxpr) // context
+    return _product_flops(forward.jaxpr) // context, _product_flops(needed) // context
 
 
 def activation_bytes(model: Any, batch_size: int) -> int:
@@ -59,15 +68,15 @@ def _inputs(model: Any, *batch: int) -> list[jax.ShapeDtypeStruct]:
     return [ids, ids] if isinstance(model, Seq2Seq) else [ids]
 
 
-def summary(model: Any, *, batch_size: int = 1) -> str:
+def summary(model: Any, *, batch_size: int = 1, trained: Trainable = is_array) -> str:
     """The table, with totals below it, of a `GPT`, an `Encoder`, a `Seq2Seq`, or any model from ids
     that has a `config`.
 
     One line for each module that holds parameters. Memory is an estimate for training in float32 on
     one device, which has all parameters and computes `batch_size` rows at once: parameters,
-    gradients, Adam's two moments, activations.
+    gradients, Adam's two moments, activations. `trained`: as for `flops_per_token`.
     """
-    total = count_parameters(model)
+    total, count_trained = count_parameters(model), count_parameters(eqx.filter(model, trained))
     rows = [("module", "output", "parameters", "share")]
     for name, layers, module, shape in _modules(model):
         count = count_parameters(module)
@@ -81,16 +90,18 @@ def summary(model: Any, *, batch_size: int = 1) -> str:
         f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}"
         for a, b, c, d in rows
     ]
-    forward, training = flops_per_token(model)
+    forward, training = flops_per_token(model, trained)
     of_what = " (of the target, for a source as long)" if isinstance(model, Seq2Seq) else ""
-    state, activations = 4 * 4 * total, activation_bytes(model, batch_size)
+    state = 4 * (total + 3 * count_trained)
+    activations = activation_bytes(model, batch_size)
+    some = "" if count_trained == total else f", of which {count_trained:,} are trained"
     return "\n".join(
         [
             *lines[:1],
             "-" * len(lines[0]),
             *lines[1:],
             "-" * len(lines[0]),
-            f"parameters                {total:,}",
+            f"parameters                {total:,}{some}",
             f"FLOPs per token, forward  {forward:,}{of_what}",
             f"FLOPs per token, training {training:,}{of_what}",
             f"memory of one device      {(state + activations) / 2**20:,.0f} MiB in training with "

@@ -203,8 +203,8 @@ class Comparison:
     def _count_cost(self, config: Config) -> tuple[int, int]:
         """Parameters, and training FLOPs per token."""
         skeleton = self._skeleton(config)
-        trainable(config, skeleton)  # its patterns are checked
-        return count_parameters(skeleton), flops_per_token(skeleton)[1]
+        flops = flops_per_token(skeleton, trainable(config, skeleton))[1]
+        return count_parameters(skeleton), flops
 
     def _skeleton(self, config: Config) -> Any:
         key = jax.random.key(0)
@@ -232,9 +232,11 @@ class Comparison:
     def _seeds_that_fit(self, config: Config) -> int:
         """How many seeds fit into memory."""
         skeleton = self._skeleton(config)
+        trained = trainable(config, skeleton)
         rows = config.training.batch_size // (config.training.accumulation or 1)
-        # Parameters, gradients, two moments, in float32.
-        each = 16 * count_parameters(skeleton) + activation_bytes(skeleton, rows)
+        # In float32, parameters, and for those that are trained gradients and two moments.
+        state = count_parameters(skeleton) + 3 * count_parameters(eqx.filter(skeleton, trained))
+        each = 4 * state + activation_bytes(skeleton, rows)
         seeds = max(1, int(MEMORY_SHARE * free_memory() / each))
         return max(seeds - seeds % jax.device_count(), 1)
 

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import mmap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from gptlite.config import UserError
 from gptlite.files import read_json, sync, write_json
 from gptlite.progress import log, progress_bar
 from gptlite.text.documents import Documents, is_held_out
-from gptlite.text.tokenizer import Ids, Parts, Tokenizer, encode_pieces
+from gptlite.text.tokenizer import Ids, Parts, Tokenizer
 
 # Ids in a segment: what a process that is killed loses.
 SEGMENT = 2**22
@@ -89,6 +88,7 @@ class Stream:
         for path, count in zip(self._paths, self.counts, strict=True):
             with path.open("ab") as file:  # without what belongs to no segment
                 file.truncate(count * self._dtype.itemsize)
+        between = [] if self._documents.is_text else [self._between]
         pending: list[list[Any]] = [[], []]
         sizes = [0, 0]
         bar = progress_bar(
@@ -98,7 +98,7 @@ class Stream:
             for text in self._documents.read(self._state):
                 held_out = is_held_out(self.documents)
                 held_out &= self.counts[1] + sizes[1] < self._most[1]
-                for ids in self._ids(text):
+                for ids in (self._tokenizer.encode(text), *between):
                     pending[held_out].append(ids)
                     sizes[held_out] += len(ids)
                     bar.update(0 if held_out else len(ids))
@@ -111,11 +111,6 @@ class Stream:
                     self._write(pending, finished=False)
                     pending, sizes = [[], []], [0, 0]
         self._write(pending, finished=True)
-
-    def _ids(self, text: str) -> Iterator[Ids]:
-        yield from encode_pieces(self._tokenizer, iter([text]))
-        if not self._documents.is_text:
-            yield self._between
 
     @property
     def _between(self) -> Ids:

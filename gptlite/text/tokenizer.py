@@ -207,7 +207,12 @@ class TiktokenTokenizer:
         return -(-self.vocab_size // 64) * 64
 
     def encode(self, text: str) -> Ids:
-        return as_ids(self.encoding.encode_ordinary(text))
+        try:
+            # The ids of `encode_ordinary`, without a list of Python's numbers.
+            ids = self.encoding.encode_to_numpy(text, disallowed_special=())
+        except UnicodeEncodeError:  # half of a surrogate pair, which `encode_ordinary` replaces
+            return as_ids(self.encoding.encode_ordinary(text))
+        return ids.astype(np.int32)
 
     def boundary(self, text: str) -> int:
         # Every encoding splits before a space between letters, and between a newline and a letter.

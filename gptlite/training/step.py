@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, Shaped
 from gptlite.config import OptimizerConfig, TrainingConfig, UserError
 from gptlite.nn.product import widen
 from gptlite.nn.stack import Stack
-from gptlite.pytrees import is_array
+from gptlite.pytrees import Trainable, is_array
 from gptlite.row_keys import row_key
 from gptlite.sharding import (
     batch_skeleton,
@@ -44,7 +44,6 @@ CPU_TOKENS = 1100
 # The arguments of `TrainSteps`, which describes them.
 Losses = Callable[..., Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, ""]]]
 LossMask = Callable[[PyTree], Bool[Array, "..."]]
-Trainable = Callable[[Any], bool] | PyTree[bool]
 
 
 class TrainState(eqx.Module):
@@ -102,7 +101,9 @@ class TrainSteps:
         """
         check_rows(mesh, training.batch_size // (training.accumulation or 1))
         self.mesh, self.training = mesh, training
-        self._losses, self._loss_mask, self._trainable = losses, loss_mask, trainable
+        self._losses, self._loss_mask = losses, loss_mask
+        self.trainable = trainable
+        """Which parameters are trained."""
         params = eqx.filter(model, trainable)
         self._optimizer = make_optimizer(optimizer, training.steps, params)
         self._schedule = make_schedule(optimizer, training.steps)
@@ -143,7 +144,7 @@ class TrainSteps:
             init, put = lambda params: constrain_parameters(self._optimizer.init(params)), place
         model = put(model, self.mesh)
         with jax.set_mesh(self.mesh):
-            optimizer_state = eqx.filter_jit(init)(eqx.filter(model, self._trainable))
+            optimizer_state = eqx.filter_jit(init)(eqx.filter(model, self.trainable))
         return put(
             TrainState(model, optimizer_state, jnp.zeros(self._seeds.shape, jnp.int32)), self.mesh
         )
@@ -153,7 +154,7 @@ class TrainSteps:
         `eqx.filter_eval_shape` of one. Computes nothing."""
 
         def init(model):
-            optimizer_state = self._optimizer.init(eqx.filter(model, self._trainable))
+            optimizer_state = self._optimizer.init(eqx.filter(model, self.trainable))
             return TrainState(model, optimizer_state, jnp.zeros((), jnp.int32))
 
         return skeleton(eqx.filter_eval_shape(init, model), self.mesh)
@@ -225,7 +226,7 @@ class TrainSteps:
         key = jax.random.fold_in(jax.random.split(key, 3)[2], state.step)
         loss, grads = self.loss_and_grads(state.model, batch, key)
         grads = constrain_parameters(grads)
-        params = eqx.filter(state.model, self._trainable)
+        params = eqx.filter(state.model, self.trainable)
         updates, optimizer_state = self._optimizer.update(grads, state.optimizer_state, params)
         model = eqx.apply_updates(state.model, constrain_parameters(updates))
         grad_norm = optax.tree.norm(grads)
@@ -251,7 +252,7 @@ class TrainSteps:
         weight = jnp.ones(())
         if loss_mask is not None:
             weight = n_row_shards() / jnp.maximum(jnp.sum(loss_mask(batch)), 1)
-        params, rest = eqx.partition(model, self._trainable)
+        params, rest = eqx.partition(model, self.trainable)
         # Layers are cast and unstacked, and their gradients stacked, once a step and not in each of
         # its parts.
         params, stack = jax.vjp(unstacked, params)

@@ -11,10 +11,11 @@ from jaxtyping import PyTree
 
 from gptlite.config import OptimizerConfig, TrainingConfig
 from gptlite.progress import log, progress_bar
+from gptlite.pytrees import Trainable
 from gptlite.sharding import make_mesh
 from gptlite.training.fit import BatchOf, fit
 from gptlite.training.optimizer import is_parameter
-from gptlite.training.step import Losses, LossMask, Trainable, TrainSteps
+from gptlite.training.step import Losses, LossMask, TrainSteps
 from gptlite.training.stop import Stop
 
 M = TypeVar("M", bound=eqx.Module)

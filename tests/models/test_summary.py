@@ -1,11 +1,15 @@
+import dataclasses
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from conftest import tiny_model
 
+from gptlite.config import TrainingConfig
 from gptlite.models.gpt import GPT
 from gptlite.models.summary import activation_bytes, count_parameters, flops_per_token, summary
 from gptlite.presets import PRESETS
+from gptlite.training.frozen import trainable
 
 
 def skeleton(preset: str) -> GPT:
@@ -35,6 +39,18 @@ def test_flops_of_s_by_hand():
     # Every product has two more behind it, one for each operand's gradient. The gradient of learned
     # positions, a sum over sequences, is a product with ones.
     assert training == 3 * forward + 2 * d
+
+
+def test_frozen_matrices_have_no_gradient_to_be_counted():
+    model, d, layers = skeleton("s"), 128, 4
+    config = dataclasses.replace(PRESETS["s"][1], training=TrainingConfig(freeze="*.mlp.*"))
+    trained = trainable(config, model)
+    forward, training = flops_per_token(model)
+    matrices = 2 * layers * 2 * d * 4 * d
+    assert flops_per_token(model, trained) == (forward, training - matrices)
+    assert f"of which {count_parameters(model) - matrices // 2:,} are trained" in summary(
+        model, trained=trained
+    )
 
 
 def test_flops_do_not_depend_on_how_the_layers_run():
