@@ -14,12 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from conftest import GPT2, TINY, drawn
+from jaxtyping import PRNGKeyArray
 
-from gptlite.config import OptimizerConfig, TrainingConfig
+from gptlite.config import Config, ModelConfig, OptimizerConfig, TrainingConfig, parse_lora
 from gptlite.estimate.program import COLLECTIVES
 from gptlite.models.gpt import GPT
+from gptlite.models.lora import with_adapters
 from gptlite.models.seq2seq import Seq2Seq, shift_right
 from gptlite.sharding import make_mesh, map_heads
+from gptlite.training.frozen import trainable
 from gptlite.training.loss import cross_entropy, window_losses
 from gptlite.training.step import TrainSteps
 
@@ -45,6 +48,7 @@ MODELS = {
         "embed_previous": 1,
         "stack": "scan",
     },
+    "adapters": {"lora": "2:alpha=4", "separate_documents": True},
     "translation": {"dropout": 0.0, "mlp": "moe:balance_loss=1.0"},
 }
 
@@ -77,6 +81,14 @@ def translation_losses(model, batch, *, label_smoothing, key):
     return cross_entropy(logits, targets, label_smoothing), aux_loss
 
 
+def language_model(config: ModelConfig, key: PRNGKeyArray) -> GPT:
+    separator = 0 if config.separate_documents else None
+    model = GPT(config, VOCAB - 3, padded_vocab_size=VOCAB, separator=separator, key=key)
+    if config.lora is None:
+        return model
+    return with_adapters(model, parse_lora(config.lora), key=key)
+
+
 def train(
     name: str,
     optimizer: Literal["adamw", "muon"],
@@ -94,9 +106,10 @@ def train(
         }
         batches = [translation(step % 2) for step in range(steps)]
     else:
-        model = drawn(lambda key: GPT(config, VOCAB - 3, padded_vocab_size=VOCAB, key=key), 0.7)
+        model = drawn(lambda key: language_model(config, key), 0.7)
         batches = [np.minimum(batch(step % 2), VOCAB - 4) for step in range(steps)]
-        options = {"losses": window_losses}
+        whole = Config(model=config, training=TrainingConfig(init_from="another run"))
+        options = {"losses": window_losses, "trainable": trainable(whole, model)}
     rule = OptimizerConfig(
         name=optimizer, learning_rate=3e-3, adam_learning_rate=3e-3, clip_norm=1.0
     )
@@ -164,6 +177,7 @@ def main() -> None:
         ("gpt2", "adamw", 100, MESHES),
         ("gpt2", "muon", STEPS, MESHES[:2]),
         ("experts", "adamw", STEPS, MESHES[:2]),
+        ("adapters", "adamw", STEPS, MESHES[:2]),
         ("translation", "adamw", STEPS, MESHES[:2]),
     ]
     for name, optimizer, steps, meshes in cases:

@@ -56,7 +56,12 @@ def check_equal(found, case: str, to: str, steps: int, rtol: float) -> None:
 
 @pytest.mark.parametrize(
     ("name", "mesh"),
-    [*(("gpt2", mesh) for mesh in MESHES), ("experts", MIXED), ("translation", MIXED)],
+    [
+        *(("gpt2", mesh) for mesh in MESHES),
+        ("experts", MIXED),
+        ("adapters", MIXED),
+        ("translation", MIXED),
+    ],
 )
 def test_a_mesh_changes_no_loss(found, name, mesh):
     """AdamW, with dropout except in "translation", which has padding. Only the order of float32
