@@ -28,7 +28,7 @@ def compare(arguments: CompareArguments, variants: dict[str, Config]) -> None:
     from gptlite.runtime import set_up_jax
     from gptlite.text.corpus import open_corpus
     from gptlite.text.tokenizer import make_tokenizer
-    from gptlite.text.tokens import split_corpus
+    from gptlite.text.tokens import require_documents, split_corpus
 
     data = arguments.config.data
     seeds = list(range(arguments.seeds))
@@ -37,6 +37,8 @@ def compare(arguments: CompareArguments, variants: dict[str, Config]) -> None:
     # One text for all.
     corpus = open_corpus(data.corpus)
     tokenizer = make_tokenizer(data.tokenizer, corpus)
+    if any(config.model.separate_documents for config in variants.values()):
+        require_documents(corpus, tokenizer)
     split = split_corpus(corpus, tokenizer, data.validation_tokens, data.max_tokens)
     for config in variants.values():
         load_custom(config.model)

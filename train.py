@@ -61,7 +61,7 @@ def train(arguments: TrainArguments) -> None:
     from gptlite.text.batches import Batches
     from gptlite.text.corpus import open_corpus
     from gptlite.text.tokenizer import decode, make_tokenizer
-    from gptlite.text.tokens import split_corpus
+    from gptlite.text.tokens import require_documents, split_corpus
     from gptlite.training.evaluate import Evaluation, bits_per_byte
     from gptlite.training.fit import fit
     from gptlite.training.frozen import frozen_in, trainable
@@ -104,6 +104,8 @@ def train(arguments: TrainArguments) -> None:
             tokenizer = source.tokenizer
         else:
             tokenizer = make_tokenizer(config.data.tokenizer, corpus)
+        if config.model.separate_documents:
+            require_documents(corpus, tokenizer)
         split = split_corpus(
             corpus, tokenizer, config.data.validation_tokens, config.data.max_tokens
         )

@@ -6,7 +6,8 @@
 Each head keeps one matrix of the past, `S_t = g_t S_{t-1} + k_t v_tᵀ`, and reads it with its query,
 `y_t = S_tᵀ q_t`. The gate g_t, between 0 and 1, depends on the token (Yang et al., 2024, "Gated
 linear attention transformers"; here with one gate a head, as in Dao and Gu, 2024, "Mamba-2"). So
-generation needs no key/value cache, and a token costs the same however long the text is.
+generation needs no key/value cache, and a token costs the same however long the text is. It does
+not read `context.document_starts`: with `--model.separate-documents`, it would mix documents.
 """
 
 import equinox as eqx

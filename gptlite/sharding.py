@@ -389,9 +389,9 @@ def targets_cpu() -> bool:
     return _device_kind() == "cpu"
 
 
-def is_seeds_mesh() -> bool:
-    """Whether each of several devices of the mesh trains models of its own."""
-    return jax.sharding.get_abstract_mesh().shape.get(SEEDS, 1) > 1
+def n_seeds_devices() -> int:
+    """The devices of a `seeds_mesh`, each of which trains models of its own; 0 on other meshes."""
+    return jax.sharding.get_abstract_mesh().shape.get(SEEDS, 0)
 
 
 def _device_kind() -> str:

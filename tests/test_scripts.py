@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from conftest import ROOT, TEXT, run_script
 
@@ -19,6 +21,7 @@ from gptlite.config import UserError
 from gptlite.generation.text import TextStream
 from gptlite.presets import PRESETS
 from gptlite.progress import log
+from gptlite.runs.load import load_run
 from gptlite.text import tokens
 
 TINY = [
@@ -357,3 +360,31 @@ def test_help_answers_without_waiting_for_jax(script):
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "seed INT" in done.stdout
+
+
+def test_documents_are_kept_apart(place):
+    """From a dataset to a sample. What cannot have documents is refused before it is encoded."""
+    lines = [json.dumps({"text": line}) + "\n" for line in TEXT.splitlines() if line]
+    (place / "lines.jsonl").write_text("".join(lines))
+    apart = ["--model.separate-documents", *TINY, "--training.steps", "2"]
+
+    def words(corpus: str, tokenizer: str) -> list[str]:
+        return ["--data.corpus", corpus, "--data.tokenizer", tokenizer, "--run", "apart", *apart]
+
+    for corpus, tokenizer, sentence in (
+        ("rhyme.txt", "bpe:256", "needs a dataset of documents, such as hf:FILE.jsonl, got the"),
+        ("hf:lines.jsonl", "byte", "needs a tokenizer with an end-of-text token, such as bpe:4096"),
+    ):
+        done = run_script("train.py", *words(corpus, tokenizer), folder=place)
+        assert done.code == 2
+        assert sentence in done.err
+    done = run_script("train.py", *words("hf:lines.jsonl", "bpe:260"), folder=place)
+    assert done.code == 0, done.err
+    run = load_run(place / "runs" / "apart")
+    (end,) = run.tokenizer.end_ids
+    first, second = run.tokenizer.encode("a line"), [end, *run.tokenizer.encode("another")]
+    together = run.model(jnp.array([*first, *second]))[len(first) :]
+    alone = run.model(jnp.array(second))
+    np.testing.assert_allclose(together, alone, rtol=1e-4, atol=1e-5)
+    done = run_script("sample.py", "--run", "apart", "--prompt", "a", folder=place)
+    assert done.code == 0, done.err

@@ -4,7 +4,7 @@ import functools
 
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from gptlite.config import ModelConfig
+from gptlite.config import ModelConfig, require
 from gptlite.models.build import make_block
 from gptlite.models.transformer import Transformer
 from gptlite.nn.context import Context, PerSequence
@@ -23,6 +23,10 @@ class Encoder(Transformer):
 
         **Raises:** `UserError` if `config` describes a part that is only for decoders.
         """
+        require(
+            not config.separate_documents,
+            "An encoder sees all tokens of its input: leave separate_documents out.",
+        )
         super().__init__(
             config,
             vocab_size,

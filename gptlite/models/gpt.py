@@ -28,19 +28,12 @@ def make_model(config: ModelConfig, tokenizer: Tokenizer, *, key: PRNGKeyArray) 
     **Raises:** `UserError` if documents are to be separate, and the tokenizer has no end-of-text
     token.
     """
-    separator = None
-    if config.separate_documents:
-        require(
-            bool(tokenizer.end_ids),
-            "model.separate_documents needs a tokenizer with an end-of-text token, such as "
-            "--data.tokenizer bpe:4096 or tiktoken:gpt2.",
-        )
-        separator = tokenizer.end_ids[0]
+    ends = tokenizer.end_ids if config.separate_documents else ()
     model = GPT(
         config,
         tokenizer.vocab_size,
         padded_vocab_size=tokenizer.padded_vocab_size,
-        separator=separator,
+        separator=ends[0] if ends else None,
         key=key,
     )
     if config.lora is None:
@@ -85,16 +78,17 @@ class GPT(Transformer):
         separator does not fit the config.
         """
         rows = vocab_size if padded_vocab_size is None else padded_vocab_size
-        require(
-            config.separate_documents == (separator is not None),
-            "A separator must be given for model.separate_documents, and only for it, got "
-            f"{separator} for {config.separate_documents}.",
-        )
         if not 1 <= vocab_size <= rows:
             raise UserError(
                 f"The vocabulary must have at least 1 token and at most padded_vocab_size, got "
                 f"vocab_size {vocab_size} and padded_vocab_size {rows}."
             )
+        known = separator is not None and 0 <= separator < vocab_size
+        require(
+            known if config.separate_documents else separator is None,
+            f"With separate_documents, GPT needs a separator from 0 to {vocab_size - 1}, and "
+            f"without it none, got {separator}.",
+        )
         super().__init__(config, rows, make_block, final_norm=final_norm, key=key)
         self.vocab_size = vocab_size
         self.separator = separator
@@ -134,7 +128,8 @@ class GPT(Transformer):
         *,
         key: PRNGKeyArray | None = None,
     ) -> tuple[Float[Array, "*batch seq d_model"], Float[Array, ""]]:
-        """As `Transformer.hidden`."""
+        """As `Transformer.hidden`; with a separator, `context.document_starts` comes from the
+        ids."""
         if self.separator is not None:
             starts = document_starts(ids, self.separator)
             context = dataclasses.replace(context, document_starts=starts)

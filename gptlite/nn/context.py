@@ -24,8 +24,7 @@ class Context(eqx.Module):
     lengths: PerSequence | None = None
     """How many of the input's tokens are real; padding follows them. None: all."""
     document_starts: Int[Array, "*batch seq"] | None = None
-    """For each token of the input, the position of the first token that it may see, which is where
-    its document starts. None: 0."""
+    """For each token of the input, the position of the first token of its document. None: 0."""
     first_values: Float[Array, "*batch seq d"] | None = None
     """The first layer's values, for `ValueResidual`."""
     memory: Float[Array, "*batch keys d_model"] | None = None

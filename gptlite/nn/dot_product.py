@@ -48,8 +48,8 @@ def attend(
       values.
     - `is_causal`: query i sees the keys 0 to i, with `window` the last `window` of these. Long
       sequences are computed in blocks of queries, each with no key that none of them sees.
-    - `starts`: a query sees no key before that place. Where it is given for whole sequences, they
-      must be causal, and the places those where documents begin.
+    - `starts`: a query sees no key before that place. With `is_causal`, it must be the place where
+      the query's document begins: a TPU's kernel compares starts.
     - `dropout`: the share of the weights that is dropped, if there is a `dropout_key`.
     """
     if dropout == 0:

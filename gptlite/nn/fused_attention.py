@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from gptlite.sharding import is_seeds_mesh, map_heads, targets_nvidia, targets_tpu
+from gptlite.sharding import map_heads, n_seeds_devices, targets_nvidia, targets_tpu
 
 Heads = Float[Array, "*batch heads seq d_head"]
 KVHeads = Float[Array, "*batch kv_heads seq d_head"]
@@ -34,12 +34,14 @@ def fused_attention(
     # Not by `lax.platform_dependent`: to trace cuDNN's attention, cuDNN must be installed.
     if targets_nvidia():
         half = query.dtype in (jnp.float16, jnp.bfloat16)
-        fits = half and d_head % 8 == 0 and d_head <= 128
+        # (The gradient needs an even length. JAX does not map a mask over seeds.)
+        fits = half and d_head % 8 == 0 and d_head <= 128 and seq % 2 == 0
+        fits = fits and (starts is None or not n_seeds_devices())
         return _cudnn(query, key, value, is_causal, window, starts) if fits else None
     fits = query.dtype == jnp.bfloat16 and seq % SPLASH_BLOCKS[-1] == 0
     # (The compiler does not divide the kernel over seeds, nor can `map_heads`, which is inside of
     # the `vmap` over them.)
-    if targets_tpu() and fits and not is_seeds_mesh():
+    if targets_tpu() and fits and n_seeds_devices() <= 1:
         return _splash(query, key, value, is_causal, window, starts)
     return None
 

@@ -104,7 +104,7 @@ def open_documents(name: str) -> Documents:
         is_text = builder.name == "text"
         if is_text:
             builder.config.keep_linebreaks = True  # pyright: ignore[reportAttributeAccessIssue]
-        splits: Any = builder.as_streaming_dataset()
+        splits = _streaming(builder)
         split = words.pop(0) if words and words[0] in splits else "train"
         rows = splits.get(split)
         texts = [] if rows is None else _texts(rows)
@@ -121,6 +121,19 @@ def open_documents(name: str) -> Documents:
             f"{', '.join(texts) or 'none'}."
         )
     return Documents(name, f"{builder.config_id} {builder.hash}", rows, column, is_text)
+
+
+def _streaming(builder: Any) -> Any:
+    """The streamed splits. `datasets` would import PyTorch where that is installed, which takes
+    100 MB and some seconds."""
+    from datasets import config
+
+    known = config.TORCH_AVAILABLE
+    config.TORCH_AVAILABLE = False
+    try:
+        return builder.as_streaming_dataset()
+    finally:
+        config.TORCH_AVAILABLE = known
 
 
 def _texts(rows: Any) -> list[str]:

@@ -78,7 +78,15 @@ class HFTokenizer:
 
     padded_vocab_size = vocab_size
 
+    def _check_length(self, text: str) -> None:
+        require(
+            self._cuts_between_words or len(text) <= MAX_WHOLE,
+            f"This tokenizer takes a text only as a whole, which for more than {MAX_WHOLE:,} "
+            "characters needs too much memory: give a shorter text, or another tokenizer.",
+        )
+
     def encode(self, text: str) -> Ids:
+        self._check_length(text)
         # Halves of surrogate pairs cannot be handed over.
         whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         unknown = self._characters is not None and sorted(set(whole) - self._characters)
@@ -90,11 +98,7 @@ class HFTokenizer:
 
     def boundary(self, text: str) -> int:
         if not self._cuts_between_words:
-            require(
-                len(text) <= MAX_WHOLE,
-                f"This tokenizer takes a text only as a whole, which for more than {MAX_WHOLE:,} "
-                "characters needs too much memory: give a shorter text, or another tokenizer.",
-            )
+            self._check_length(text)  # before all of it is in memory
             return 0
         ends = [match.end() for match in BETWEEN_WORDS.finditer(text, max(0, len(text) - 10_000))]
         return ends[-1] if ends else len(text) if len(text) > 2**23 else 0

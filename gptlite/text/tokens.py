@@ -12,7 +12,7 @@ import tiktoken
 from filelock import AcquireReturnProxy
 from jaxtyping import Integer
 
-from gptlite.config import DataConfig, UserError
+from gptlite.config import DataConfig, UserError, require
 from gptlite.files import lock, read_json, sha256_of, write_json
 from gptlite.progress import log, progress_bar
 from gptlite.text.corpus import DATA_FOLDER, Corpus, split_at, take
@@ -96,6 +96,24 @@ def split_corpus(
     train, validation = split
     size = _bytes_of(validation, tokenizer)
     return Split(train[:max_tokens], validation, size, corpus.sha256, corpus.characters)
+
+
+def require_documents(corpus: Corpus | Documents, tokenizer: Tokenizer) -> None:
+    """What `model.separate_documents` needs of a text.
+
+    **Raises:** `UserError` if the ids of `corpus` have no token between documents.
+    """
+    is_text = isinstance(corpus, Corpus) or corpus.is_text
+    require(
+        not is_text,
+        "model.separate_documents needs a dataset of documents, such as hf:FILE.jsonl, got the "
+        f"text {corpus.name}.",
+    )
+    require(
+        bool(tokenizer.end_ids),
+        "model.separate_documents needs a tokenizer with an end-of-text token, such as bpe:4096 or "
+        f"tiktoken:gpt2, got one without ({type(tokenizer).__name__}).",
+    )
 
 
 def _streamed(

@@ -148,6 +148,21 @@ def test_a_shape_that_cannot_be_is_refused_with_a_sentence(changes, words):
         dataclasses.replace(TINY, **changes)
 
 
+@pytest.mark.parametrize(
+    ("separate", "separator"), [(True, None), (True, VOCAB), (True, -1), (False, 1)]
+)
+def test_a_separator_that_does_not_fit_is_refused(separate, separator):
+    config = dataclasses.replace(TINY, separate_documents=separate)
+    with pytest.raises(UserError, match=f"separator from 0 to {VOCAB - 1}.* got {separator}"):
+        GPT(config, VOCAB, separator=separator, key=jax.random.key(0))
+
+
+def test_an_encoder_has_no_separate_documents():
+    config = dataclasses.replace(TINY, separate_documents=True)
+    with pytest.raises(UserError, match="leave separate_documents out"):
+        Encoder(config, VOCAB, key=jax.random.key(0))
+
+
 @pytest.mark.parametrize(("vocab", "padded"), [(0, None), (-1, None), (65, 64)])
 def test_an_impossible_vocabulary_is_refused(vocab, padded):
     with pytest.raises(UserError, match="vocabulary must have at least 1"):

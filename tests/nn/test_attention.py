@@ -156,7 +156,7 @@ def test_each_row_may_start_somewhere_else():
 )
 @pytest.mark.parametrize("kv_heads", [2, 4])
 def test_cudnn_is_asked_for_the_same_in_value_and_gradients(mask, kv_heads, cudnn):
-    assert_as_without_a_kernel(4, kv_heads, 9, **mask)
+    assert_as_without_a_kernel(4, kv_heads, 10, **mask)
 
 
 @pytest.mark.parametrize("mask", [CAUSAL, CAUSAL | {"window": 60}, {}], ids=str)
@@ -165,7 +165,7 @@ def test_splash_attention_is_the_same_in_value_and_gradients(mask, kv_heads, spl
     assert_as_without_a_kernel(2, kv_heads, 256, **mask)
 
 
-@pytest.mark.parametrize(("kernel", "seq"), [("cudnn", 9), ("splash", 256)])
+@pytest.mark.parametrize(("kernel", "seq"), [("cudnn", 10), ("splash", 256)])
 @pytest.mark.parametrize("window", [None, 4])
 def test_kernels_keep_documents_apart(kernel, seq, window, request):
     request.getfixturevalue(kernel)
@@ -215,17 +215,21 @@ def test_a_document_is_as_if_it_were_alone():
 
 
 def test_a_kernel_is_only_for_what_it_can_do(cudnn, monkeypatch):
-    q, k, v = (x.astype(jnp.bfloat16) for x in random_qkv(9, 9))
+    q, k, v = (x.astype(jnp.bfloat16) for x in random_qkv(10, 10))
     monkeypatch.setattr(jax.nn, "dot_product_attention", None)
     with pytest.raises(TypeError, match="not callable"):
         one_head(q, k, v, **CAUSAL)
     for options in (
-        {"mask": jnp.ones((3, 1, 9, 9), bool)},
-        {"bias": ALiBi(1)(9, 9, 0)},
+        {"mask": jnp.ones((3, 1, 10, 10), bool)},
+        {"bias": ALiBi(1)(10, 10, 0)},
         {"dropout": 0.1, "dropout_key": jax.random.key(0)},
     ):
         one_head(q, k, v, **options)
     one_head(q[:, -1:], k, v)
+    one_head(q[:, 1:], k[:, 1:], v[:, 1:], **CAUSAL)  # an odd length has no gradient
+    starts = jnp.zeros((3, 10), jnp.int32)
+    with jax.set_mesh(seeds_mesh(1)):  # a mask is not mapped over seeds
+        one_head(q, k, v, **CAUSAL, starts=starts)
 
 
 def test_bfloat16_stays_near_float32():

@@ -59,6 +59,7 @@ RULES: dict[str, str | None] = {
     "python train.py": TRAIN,
     "python sample.py": "--max-new-tokens 5",
     "echo -n": "",
+    "python compare.py --vary model.separate-documents": f"{SMALL} --seeds 2",
     "python compare.py": f"{TRAIN} --seeds 2",
     "python benchmarks/quality.py": TRAIN.replace("text.txt", "$PWD/text.txt"),
     "python benchmarks/gpu.py": (

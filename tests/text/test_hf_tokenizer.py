@@ -129,8 +129,9 @@ def test_a_text_is_cut_only_where_no_added_token_may_lie():
     tokenizer = HFTokenizer(made.to_str(), 400)
     (whole,) = encode_pieces(tokenizer, iter(["I was in New Yor", "k then"]))
     np.testing.assert_array_equal(whole, tokenizer.encode("I was in New York then"))
-    with pytest.raises(UserError, match="more than 16,777,216 characters needs too much memory"):
-        tokenizer.boundary("a b " * 2**22 + "c")
+    for call in (tokenizer.boundary, tokenizer.encode):
+        with pytest.raises(UserError, match="more than 16,777,216 characters needs too much mem"):
+            call("a b " * 2**22 + "c")
 
 
 @pytest.mark.parametrize("digits", ["", "{1,3}"])

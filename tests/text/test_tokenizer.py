@@ -51,6 +51,14 @@ def test_tiktoken_round_trips(text):
     assert decode(tokenizer, tokenizer.encode("the <|end|>" + text)) == "the <|end|>" + text
 
 
+@pytest.mark.parametrize("text", ["", "the <|end|>", "x\ud800y"])
+def test_tiktokens_ids_are_those_of_plain_text(text):
+    """Also of half a surrogate pair, which is no UTF-8."""
+    encoding = own_encoding()
+    ids = TiktokenTokenizer(encoding).encode(text)
+    assert ids.tolist() == encoding.encode_ordinary(text)
+
+
 @pytest.mark.parametrize(
     "tokenizer",
     [
