@@ -41,6 +41,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 SECONDS, MEGABYTES = 20.0, 2000
+# Of the first runs, for which nothing is compiled yet.
+COMPILING = 120.0
 CASES_PER_WORKER = 60
 TINY = (
     "--data.corpus text.txt --model.n-layers 1 --model.n-heads 2 --model.d-model 16 "
@@ -439,12 +441,12 @@ def make_files(folder: Path, comparisons: bool) -> Path:
     other = ["--data.tokenizer", "byte", "--model.d-model", "8"]
     portable = ["--model.embed-previous", "0", "--model.mlp", "swiglu"]
     for name, more in {"one": portable, "two": other}.items():
-        reply = worker.run("train", [*TRAIN, *more, "--run", name])
+        reply = worker.run("train", [*TRAIN, *more, "--run", name], COMPILING)
         assert reply["code"] == 0, reply
     reply = worker.run(EXPORT, ["one", "hf"])
     assert reply["code"] == 0, reply
     if comparisons:
-        reply = worker.run("compare", COMPARE)
+        reply = worker.run("compare", COMPARE, COMPILING)
         assert reply["code"] == 0, reply
     worker.close()
     made = folder.with_name(folder.name + ".made")
@@ -511,12 +513,12 @@ class Worker:
             text=True,
         )
 
-    def run(self, script: str, argv: list[str]) -> dict[str, Any]:
-        """Exit code, output and memory of a script."""
+    def run(self, script: str, argv: list[str], seconds: float = SECONDS) -> dict[str, Any]:
+        """Exit code, output and memory of a script, which is killed after `seconds`."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self.cases += 1
-        timer = threading.Timer(SECONDS + 20 * (self.cases == 1), self._process.kill)
+        timer = threading.Timer(seconds + 20 * (self.cases == 1), self._process.kill)
         timer.start()
         raw = []
         with contextlib.suppress(BrokenPipeError):
@@ -530,7 +532,7 @@ class Worker:
             raw.append(line)
         timer.cancel()
         code = self._process.wait()
-        what = f"no answer in {SECONDS:.0f} s" if code == -9 else f"the process ended, {code}"
+        what = f"no answer in {seconds:.0f} s" if code == -9 else f"the process ended, {code}"
         return {"code": what, "out": "".join(raw), "err": "", "megabytes": 0}
 
     def close(self) -> None:
