@@ -16,10 +16,10 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from gptlite.config import SamplingConfig, UserError, require
-from gptlite.generation.sampling import sample
+from gptlite.generation.sampling import Sampling, sample
 from gptlite.models.gpt import GPT
 from gptlite.nn.attention import Heads
 from gptlite.nn.cache import Cache, read_at
@@ -37,6 +37,8 @@ TOKENS_PER_CALL = 32
 MIN_PREFILL = 16
 # Tokens of a text that are read at once: attention's scores are [heads, tokens, capacity].
 MAX_PREFILL = 512
+# Rivals of a token whose log probabilities are returned.
+N_BEST = 20
 # Copies of the cache in memory while texts are read: before and after the call, and inside it.
 CACHE_COPIES = 3
 
@@ -59,14 +61,35 @@ class GenerationState(eqx.Module):
     """The ids of the cache."""
 
 
+class Scores(eqx.Module):
+    """Log probabilities of tokens, in nats, and the `N_BEST` most probable tokens in their places,
+    the best first."""
+
+    log_prob: Float[Array, "batch tokens"]
+    best_log_probs: Float[Array, "batch tokens best"]
+    best_ids: Int[Array, "batch tokens best"]
+
+
+class Part(NamedTuple):
+    """Tokens that a program reads, with what it leaves to the caller."""
+
+    prepared: PreparedModel
+    ids: Int[Array | np.ndarray, "batch part"]
+    start: PerSequence
+    """How many tokens are in the cache."""
+    length: PerSequence
+    """How many of `ids` are real; padding follows them."""
+
+
 class Chunk(NamedTuple):
     """What the compiled loop reads, and leaves to the caller."""
 
     prepared: PreparedModel
     keys: Key[Array, " batch"]
+    sampling: Sampling
     length: PerSequence
     """How many tokens are in the cache."""
-    n_generated: Int[Array | np.ndarray, ""]
+    n_generated: PerSequence
     """How many tokens were generated before."""
     n_new: Int[Array | np.ndarray, ""]
     """How many to generate: at most `TOKENS_PER_CALL`, and the room in the context."""
@@ -176,10 +199,11 @@ def stream(
             f"lengths must be at most {longest}, the width of prompt, got {tokens}.",
         )
     config = SamplingConfig() if config is None else config
-    room = _room(longest, context)
-    capacity = max(room, _room(longest + max_new_tokens, context))
+    sampling = Sampling.of([config] * len(prompt))
+    room = room_for(longest, context)
+    capacity = max(room, room_for(longest + max_new_tokens, context))
     # What is read at once, at the start or when the context is full.
-    again = _room(context // 2, context) if longest + max_new_tokens > context else 0
+    again = room_for(context // 2, context) if longest + max_new_tokens > context else 0
     part = min(MAX_PREFILL, max(room, again))
     _check_memory(whole, len(prompt), capacity, part, copied)
     prepared = prepare(model, len(prompt)) if isinstance(model, GPT) else model
@@ -192,21 +216,19 @@ def stream(
         )
         keys = replicate(keys, mesh)
     # With NumPy, because each operation of JAX outside compiled code takes as long as a token.
-    padded = np.zeros((len(prompt), room), np.int32)
-    padded[:, :longest] = np.asarray(prompt)[:, :room]
-    state = _prefill(prepared, padded, length, capacity)
+    state = _read_all(prepared, np.asarray(prompt), length, capacity)
     done = 0
     while done < max_new_tokens:
         if length.max() == context:
-            state = _drop_first_half((prepared, length), state)
+            state = _drop_first_half(prepared, length, state)
             length = np.where(length == context, context // 2, length)
         count = min(TOKENS_PER_CALL, max_new_tokens - done, context - int(length.max()))
-        chunk = Chunk(prepared, keys, length, np.asarray(done), np.asarray(count))
-        state, tokens = _decode(chunk, state, config)
+        chunk = Chunk(prepared, keys, sampling, length, np.asarray(done), np.asarray(count))
+        state, tokens, _ = decode(chunk, state)
         if mesh is not None:  # as a single device returns them
             tokens = jnp.asarray(jax.device_get(tokens))
         yield tokens if count == TOKENS_PER_CALL else tokens[:, :count]
-        done, length = done + count, length + count
+        done, length = done + count, np.asarray(length + count)
 
 
 def _require_values(tree: Any) -> None:
@@ -230,27 +252,73 @@ def _check_memory(model: GPT, batch: int, capacity: int, part: int, copied: int)
     require_memory(f"Generation of {batch} x {capacity:,} tokens", needed)
 
 
-def _room(tokens: int, context: int) -> int:
+def room_for(tokens: int, context: int) -> int:
     """Places for `tokens` tokens, or for a whole context. Powers of two, so that texts of all
     lengths share a few programs, up to the context, or the next multiple of `MAX_PREFILL`."""
     room = min(context, max(MIN_PREFILL, 1 << (tokens - 1).bit_length()))
     return room if room <= MAX_PREFILL else -(-room // MAX_PREFILL) * MAX_PREFILL
 
 
-@eqx.filter_jit
-def _prefill(
+def _read_all(
     prepared: PreparedModel,
-    padded: Int[Array | np.ndarray, "batch room"],
+    ids: Int[np.ndarray, "batch tokens"],
     length: PerSequence,
     capacity: int,
 ) -> GenerationState:
-    def prefill(model: GPT, rows: Any) -> GenerationState:
-        padded, length = rows
-        hidden, cache = _read(model, _drop_single(padded), _drop_single(length), capacity)
-        logits = model.logits(hidden).reshape(len(padded), model.vocab_size)
-        return _state(logits, cache)
+    """The state after the first `length` of `ids`, which are at least one."""
+    room = room_for(ids.shape[1], prepared.model.config.context_length)
+    padded = np.zeros((len(ids), room), np.int32)
+    padded[:, : ids.shape[1]] = ids[:, :room]
+    state = None
+    for start in range(0, room, MAX_PREFILL):
+        # A text that has ended adds nothing. What is written after it is padding.
+        read = np.minimum(length, start)
+        here = np.clip(length - start, 0, MAX_PREFILL)
+        part = Part(prepared, padded[:, start : start + MAX_PREFILL], read, here)
+        state, _ = read_part(part, state, capacity)
+    assert state is not None
+    return state
 
-    return map_rows(prefill, prepared.mesh, prepared.model, (padded, length))
+
+@eqx.filter_jit(donate="all-except-first")
+def read_part(
+    part: Part, state: GenerationState | None, capacity: int, *, scored: bool = False
+) -> tuple[GenerationState, Scores | None]:
+    """The state with the ids of `part` added, and if `scored`, what the ids after the first are
+    worth; the last place scores no token. Without a state, the text begins here, and the caches
+    are made for `capacity` tokens.
+
+    Scores take memory for the logits of all ids at once."""
+
+    def read(model: GPT, rows: Any) -> tuple[GenerationState, Scores | None]:
+        state, ids, start, length = rows
+        batch = len(ids)
+        if state is None:
+            leading = () if batch == 1 else (batch,)
+            cache = model.init_cache(leading, capacity=capacity)
+            cache = eqx.tree_at(lambda c: c.length, cache, jnp.zeros_like(_drop_single(length)))
+        else:
+            cache = _cache(state, start)
+        hidden, cache = model.extend(_drop_single(ids), cache, _drop_single(length))
+        last = read_at(hidden, jnp.maximum(_drop_single(length) - 1, 0), 1, axis=-2)
+        logits = model.logits(last).reshape(batch, model.vocab_size)
+        if state is not None:
+            logits = jnp.where((length > 0).reshape(-1, 1), logits, state.logits)
+        scores = None
+        if scored:
+            following = jnp.roll(ids, -1, axis=-1)
+            scores = _scores(model.logits(hidden).reshape(*ids.shape, -1), following)
+        return _state(logits, cache), scores
+
+    prepared, *rest = part
+    return map_rows(read, prepared.mesh, prepared.model, (state, *rest))
+
+
+def _scores(logits: Float[Array, "batch tokens vocab"], ids: Int[Array, "batch tokens"]) -> Scores:
+    log_probs = jax.nn.log_softmax(logits, axis=-1)
+    best, best_ids = lax.top_k(log_probs, min(N_BEST, log_probs.shape[-1]))
+    log_prob = jnp.take_along_axis(log_probs, ids[..., None], axis=-1)[..., 0]
+    return Scores(log_prob, best, best_ids.astype(jnp.int32))
 
 
 def _state(logits: Float[Array, "batch vocab"], cache: Cache) -> GenerationState:
@@ -268,89 +336,72 @@ def _cache(state: GenerationState, length: PerSequence) -> Cache:
     return Cache(layers, ids, _drop_single(length))
 
 
-def _read(
-    model: GPT, ids: Int[Array, "*batch room"], length: PerSequence, capacity: int
-) -> tuple[Float[Array, "*batch 1 d_model"], Cache]:
-    """The hidden state of the last of `length` tokens, and the cache with all of them."""
-    cache = model.init_cache(ids.shape[:-1], capacity=capacity)
-    if ids.shape[-1] <= MAX_PREFILL:
-        hidden, cache = model.extend(ids, cache, length)
-        return read_at(hidden, length - 1, 1, axis=-2), cache
-
-    def part(carry, part):
-        cache, last = carry
-        ids, start = part
-        # A text that has ended adds nothing. What is written after it is padding.
-        here = jnp.clip(length - start, 0, MAX_PREFILL)
-        hidden, cache = model.extend(ids, cache, here)
-        new = read_at(hidden, jnp.maximum(here - 1, 0), 1, axis=-2)
-        return (cache, jnp.where((here > 0)[..., None, None], new, last)), None
-
-    parts = jnp.moveaxis(ids.reshape(*ids.shape[:-1], -1, MAX_PREFILL), -2, 0)
-    starts = MAX_PREFILL * jnp.arange(len(parts))
-    cache = eqx.tree_at(lambda c: c.length, cache, jnp.zeros_like(length))
-    blank = jnp.zeros((*ids.shape[:-1], 1, model.config.d_model), model.embedding.weight.dtype)
-    (cache, last), _ = lax.scan(part, (cache, blank), (parts, starts))
-    return last, cache
-
-
-@eqx.filter_jit(donate="all-except-first")
 def _drop_first_half(
-    kept: tuple[PreparedModel, PerSequence], state: GenerationState
+    prepared: PreparedModel, length: np.ndarray, state: GenerationState
 ) -> GenerationState:
-    """Drop the first half of the texts whose context is full. This is not in `_decode`'s loop,
-    because a condition there would copy the cache at every token."""
-
-    def drop(model: GPT, rows: Any) -> GenerationState:
-        state, length = rows
-        cache = _cache(state, length)
-        context, back = model.config.context_length, len(model.previous)
-        half = context // 2
-        ids = cache.ids[..., back:]
-        window = jnp.roll(ids, half - context, axis=-1)[..., : _room(half, context)]
-        _, new = _read(model, window, jnp.asarray(half), ids.shape[-1])
-        new = _state(state.logits, new)
-        if not length.ndim:
-            return new
-        full = length == context
-
-        def choose(new, old):
-            return jnp.where(full.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
-
-        return jax.tree.map(choose, new, state)
-
-    prepared, length = kept
-    return map_rows(drop, prepared.mesh, prepared.model, (state, length))
+    """Drop the first half of the texts whose context is full."""
+    context, back = prepared.model.config.context_length, len(prepared.model.previous)
+    half = context // 2
+    full = np.broadcast_to(length == context, len(state.ids))
+    window = np.asarray(state.ids)[:, back:][:, context - half : context]
+    window = np.where(full[:, None], window, 0)
+    capacity = state.ids.shape[1] - back
+    new = _read_all(prepared, window, np.full_like(length, half), capacity)
+    if not length.ndim:
+        return GenerationState(state.logits, new.layers, new.ids)
+    return _choose((full, new), state)
 
 
 @eqx.filter_jit(donate="all-except-first")
-def _decode(
-    chunk: Chunk, state: GenerationState, config: SamplingConfig
-) -> tuple[GenerationState, Int[Array, "batch new"]]:
-    """The next `chunk.n_new` tokens, and zeros after them."""
+def _choose(
+    kept: tuple[Bool[Array | np.ndarray, " batch"], GenerationState], old: GenerationState
+) -> GenerationState:
+    """The caches of another state in the rows that are full, and all else of `old`."""
+    full, new = kept
 
-    def decode(model: GPT, rows: Any) -> tuple[GenerationState, Array]:
-        state, keys, length, done, count = rows
+    def choose(new, old):
+        return jnp.where(full.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
+
+    return jax.tree.map(choose, GenerationState(old.logits, new.layers, new.ids), old)
+
+
+@eqx.filter_jit(donate="all-except-first")
+def decode(
+    chunk: Chunk, state: GenerationState, *, scored: bool = False
+) -> tuple[GenerationState, Int[Array, "batch new"], Scores | None]:
+    """The next `chunk.n_new` tokens, zeros after them, and their scores if `scored`."""
+
+    def generate(model: GPT, rows: Any) -> tuple[GenerationState, Array, Scores | None]:
+        state, keys, sampling, length, done, count = rows
+        batch = len(keys)
         # All random numbers are drawn before the loop. In it, they took half the time of a small
         # model.
-        numbers = done + jnp.arange(TOKENS_PER_CALL)
-        fold_in = jax.vmap(jax.random.fold_in, (None, 0))
-        token_keys = jax.vmap(lambda key: fold_in(key, numbers))(keys)
+        numbers = jnp.broadcast_to(done, batch)[:, None] + jnp.arange(TOKENS_PER_CALL)
+        token_keys = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(keys, numbers)
         uniform = jax.vmap(jax.vmap(jax.random.uniform))(token_keys)
 
         def body(i, carry):
-            logits, cache, tokens = carry
-            token = sample(logits, config, uniform[:, i])
+            logits, cache, tokens, scores = carry
+            token = sample(logits, sampling, uniform[:, i])
+            if scored:
+                new = _scores(logits[:, None], token[:, None])
+                scores = jax.tree.map(lambda old, one: old.at[:, i].set(one[:, 0]), scores, new)
             logits, cache = next_logits(model, token, cache)
-            return logits, cache, tokens.at[:, i].set(token)
+            return logits, cache, tokens.at[:, i].set(token), scores
 
-        tokens = jnp.zeros((len(keys), TOKENS_PER_CALL), jnp.int32)
-        carry = state.logits, _cache(state, length), tokens
-        logits, cache, tokens = lax.fori_loop(0, count, body, carry)
-        return _state(logits, cache), tokens
+        tokens = jnp.zeros((batch, TOKENS_PER_CALL), jnp.int32)
+        scores = None
+        if scored:
+            shapes = jax.eval_shape(_scores, state.logits[:, None], tokens[:, :1])
+            scores = jax.tree.map(
+                lambda x: jnp.zeros((batch, TOKENS_PER_CALL, *x.shape[2:]), x.dtype), shapes
+            )
+        carry = state.logits, _cache(state, length), tokens, scores
+        logits, cache, tokens, scores = lax.fori_loop(0, count, body, carry)
+        return _state(logits, cache), tokens, scores
 
     prepared, *rest = chunk
-    return map_rows(decode, prepared.mesh, prepared.model, (state, *rest))
+    return map_rows(generate, prepared.mesh, prepared.model, (state, *rest))
 
 
 def _drop_single(x: Any) -> Any:
