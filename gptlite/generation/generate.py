@@ -95,18 +95,18 @@ class Chunk(NamedTuple):
     """How many to generate: at most `TOKENS_PER_CALL`, and the room in the context."""
 
 
-def prepare(model: GPT, rows: int) -> PreparedModel:
+def prepare(model: GPT, rows: int, *, share: bool = True) -> PreparedModel:
     """`model` in the form that generates `rows` texts fastest: the layers are separate.
 
     If it is not cut over devices, the matrices of queries, keys and values are one; on a CPU,
     matrices for several rows are stored as XLA's library multiplies them (1.2 times as fast); and
-    several devices share the rows, if `row_mesh` finds them.
+    several devices share the rows, if `share` and `row_mesh` finds them.
 
     **Raises:** `UserError` if JAX traces the model, as inside `jax.jit`."""
     _require_values(model)
     if not is_whole(model):
         return PreparedModel(model.unstacked(), None)
-    mesh, transposed = row_mesh(rows, model), rows > 1 and is_on_cpu(model)
+    mesh, transposed = row_mesh(rows, model) if share else None, rows > 1 and is_on_cpu(model)
     if mesh is not None and not _begins_with_rows(model, rows):
         mesh = None
     if mesh is not None:
@@ -284,9 +284,9 @@ def _read_all(
 def read_part(
     part: Part, state: GenerationState | None, capacity: int, *, scored: bool = False
 ) -> tuple[GenerationState, Scores | None]:
-    """The state with the ids of `part` added, and if `scored`, what the ids after the first are
-    worth; the last place scores no token. Without a state, the text begins here, and the caches
-    are made for `capacity` tokens.
+    """The state with the ids of `part` added, and if `scored`, the scores of these ids. Without a
+    state, the text begins here, the caches are made for `capacity` tokens, and the first token's
+    score has no meaning.
 
     Scores take memory for the logits of all ids at once."""
 
@@ -306,8 +306,10 @@ def read_part(
             logits = jnp.where((length > 0).reshape(-1, 1), logits, state.logits)
         scores = None
         if scored:
-            following = jnp.roll(ids, -1, axis=-1)
-            scores = _scores(model.logits(hidden).reshape(*ids.shape, -1), following)
+            every = model.logits(hidden).reshape(*ids.shape, -1)
+            before = jnp.zeros_like(logits) if state is None else state.logits
+            every = jnp.concatenate([before[:, None], every[:, :-1]], axis=1)
+            scores = _scores(every, ids)
         return _state(logits, cache), scores
 
     prepared, *rest = part

@@ -21,6 +21,11 @@ class TextStream:
         self._held = ""
         self.stopped = False
 
+    @property
+    def has_stops(self) -> bool:
+        """Whether there are stop strings."""
+        return bool(self._stop)
+
     def feed(self, ids: Ids) -> str:
         """The text that can be shown after `ids`."""
         content, ended = b"", False

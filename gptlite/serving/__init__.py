@@ -1,0 +1,1 @@
+"""Texts for many clients at once, over HTTP."""

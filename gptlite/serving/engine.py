@@ -1,0 +1,217 @@
+"""The thread that reads prompts and generates texts, for all clients together."""
+
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Sequence
+
+from gptlite.config import require
+from gptlite.models.gpt import GPT
+from gptlite.progress import log, sentence_of
+from gptlite.runtime import free_memory
+from gptlite.serving.batch import CALL_SECONDS, TOKENS_PER_READ, Batch, Reading
+from gptlite.serving.text import ServedText, TextScores
+
+# The share of the free memory that caches may take.
+SHARE_OF_MEMORY = 0.8
+
+
+class QueueFullError(Exception):
+    """There are too many texts already."""
+
+    def __init__(self, retry_after: int):
+        """`retry_after`: seconds after which there should be room."""
+        super().__init__(f"The server is busy: try again in {retry_after} s.")
+        self.retry_after = retry_after
+
+
+class Engine:
+    """Generates the texts of many requests in one batch.
+
+    Requests take turns: each is given a row for one of its texts, then goes to the end of the
+    queue. A long prompt is read part by part between the tokens of others.
+    """
+
+    def __init__(self, model: GPT, *, max_rows: int, max_waiting: int):
+        """**Arguments:**
+
+        - `max_rows`: texts that are generated together.
+        - `max_waiting`: texts that wait for a row, at most.
+
+        **Raises:** `UserError` as `Batch` does.
+        """
+        self._batch = Batch(model, max_rows)
+        self._memory = SHARE_OF_MEMORY * free_memory()
+        self.max_rows, self.max_waiting = max_rows, max_waiting
+        self._changed = threading.Condition()
+        # A queue for each request. The lock guards these.
+        self._waiting: deque[deque[ServedText]] = deque()
+        self._closed = False
+        self._reading: Reading | None = None
+        self._seconds_per_text = 1.0
+        self._begun: dict[ServedText, float] = {}
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def n_waiting(self) -> int:
+        """Texts that wait for a row."""
+        with self._changed:
+            return sum(map(len, self._waiting))
+
+    @property
+    def n_active(self) -> int:
+        """Texts that are read or generated."""
+        return len(self._begun)
+
+    def check(self, n_prompt: int, max_new_tokens: int) -> None:
+        """**Raises:** `UserError` if no text of so many tokens can be generated."""
+        context = self._batch.context
+        require(
+            1 <= n_prompt <= context,
+            f"The prompt must have 1 to {context:,} tokens (the model's context), got "
+            f"{n_prompt:,}.",
+        )
+        require(
+            self._batch.memory(1, n_prompt + max_new_tokens) <= self._memory,
+            f"There is no memory for {n_prompt + max_new_tokens:,} tokens of one text: ask for "
+            "fewer with max_tokens.",
+        )
+
+    def submit(self, texts: Sequence[ServedText]) -> None:
+        """Put the texts of one request into the queue.
+
+        **Raises:** `QueueFullError` if there is no room for all of them.
+        """
+        with self._changed:
+            waiting = sum(map(len, self._waiting))
+            if self._closed or waiting + len(texts) > self.max_waiting:
+                turns = 1 + waiting / self.max_rows
+                raise QueueFullError(max(1, round(turns * self._seconds_per_text)))
+            self._waiting.append(deque(texts))
+            self._changed.notify()
+
+    def cancel(self, texts: Sequence[ServedText]) -> None:
+        """Give up these texts: their client has gone."""
+        for text in texts:
+            text.cancelled = True
+        with self._changed:
+            self._changed.notify()
+
+    def close(self) -> None:
+        """End the thread. Texts that are not finished fail."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._waiting or self._begun)
+                if self._closed:
+                    break
+            try:
+                self._turn()
+            except Exception as error:
+                # The state may be lost: it was given to a program that failed.
+                print(traceback.format_exc(), end="", file=sys.stderr)
+                log(f"error: {sentence_of(error) or error}", sys.stderr)
+                self._fail()
+        self._fail()
+        with self._changed:
+            waiting, self._waiting = self._waiting, deque()
+        for texts in waiting:
+            for text in texts:
+                text.fail()
+
+    def _fail(self) -> None:
+        self._batch.clear()
+        self._reading = None
+        begun, self._begun = self._begun, {}
+        for text in begun:
+            text.fail()
+
+    def _turn(self) -> None:
+        """Read prompts for the time of a call, or at least one; then make the next tokens."""
+        for text in list(self._begun):
+            if text.cancelled:
+                self._leave(text)
+        start = time.monotonic()
+        while self._read() and time.monotonic() < start + CALL_SECONDS:
+            pass
+        if self._batch.texts:
+            for text, ids, scores in self._batch.step():
+                text.add(ids, scores)
+                if text.finished:
+                    self._leave(text)
+
+    def _leave(self, text: ServedText) -> None:
+        self._batch.leave(text)
+        if self._reading is not None and self._reading.text is text:
+            self._reading = None
+        seconds = time.monotonic() - self._begun.pop(text)
+        self._seconds_per_text += (seconds - self._seconds_per_text) / 8
+
+    def _read(self) -> bool:
+        """Read some prompts, or a part of a long one. Whether there was anything to read."""
+        if self._reading is None:
+            texts = self._admit()
+            if not texts:
+                return False
+            for text in texts:
+                self._begun[text] = time.monotonic()
+            if len(texts[0].ids) <= TOKENS_PER_READ:
+                for text, scores in zip(texts, self._batch.read(texts), strict=True):
+                    self._read_to_end(text, scores)
+                return True
+            self._reading = Reading(texts[0])
+        if self._batch.read_on(self._reading):
+            reading, self._reading = self._reading, None
+            self._read_to_end(reading.text, reading.all_scores())
+        return True
+
+    def _read_to_end(self, text: ServedText, scores: TextScores | None) -> None:
+        text.prompt_read(scores)
+        if text.finished:
+            self._leave(text)
+
+    def _admit(self) -> list[ServedText]:
+        """Texts whose prompts are read next: short ones together, or a single long one. Requests
+        take turns."""
+        texts: list[ServedText] = []
+        longest = 0
+        final = max((_final(text) for text in self._begun), default=0)
+        with self._changed:
+            while self._waiting:
+                text = self._waiting[0][0]
+                if text.cancelled:
+                    self._take()
+                    continue
+                count = len(texts) + 1
+                tokens = len(text.ids)
+                final = max(final, _final(text))
+                n_active = len(self._begun) + count
+                longest = max(longest, tokens)
+                if texts and count * longest > TOKENS_PER_READ:
+                    break
+                if n_active > self.max_rows or (
+                    n_active > 1 and self._batch.memory(n_active, final) > self._memory
+                ):
+                    break
+                texts.append(self._take())
+        return texts
+
+    def _take(self) -> ServedText:
+        """The first text of the first request, which then goes to the end of the queue."""
+        request = self._waiting.popleft()
+        text = request.popleft()
+        if request:
+            self._waiting.append(request)
+        return text
+
+
+def _final(text: ServedText) -> int:
+    return text.n_prompt + text.max_new_tokens

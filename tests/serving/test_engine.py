@@ -1,0 +1,304 @@
+"""Texts generated together are those that `generate` makes alone."""
+
+import threading
+import time
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import TINY, VOCAB, tiny_model
+
+from gptlite.config import SamplingConfig, UserError
+from gptlite.generation.generate import generate
+from gptlite.serving.engine import Engine, QueueFullError
+from gptlite.serving.text import ServedText
+from gptlite.text.tokenizer import CharTokenizer, decode
+
+C = TINY.context_length
+TOKENIZER = CharTokenizer("abcdefghijklm")
+assert TOKENIZER.vocab_size == VOCAB
+
+
+class Client:
+    """Collects what is delivered."""
+
+    def __init__(self, prompt, max_new_tokens=20, config=None, **words):
+        self.pieces = []
+        self.done = threading.Event()
+        self.text = ServedText(
+            prompt,
+            TOKENIZER,
+            sampling=config or SamplingConfig(),
+            max_new_tokens=max_new_tokens,
+            deliver=self.deliver,
+            **words,
+        )
+
+    def deliver(self, piece):
+        self.pieces.append(piece)
+        if piece.finish_reason is not None:
+            self.done.set()
+
+    @property
+    def result(self):
+        assert self.done.wait(120)
+        return "".join(piece.text for piece in self.pieces)
+
+    @property
+    def reason(self):
+        assert self.done.wait(120)
+        return self.pieces[-1].finish_reason
+
+    @property
+    def tokens(self):
+        assert self.done.wait(120)
+        return [token for piece in self.pieces for token in piece.tokens]
+
+
+@pytest.fixture(name="start")
+def fixture_start():
+    """Engines that are closed at the end."""
+    engines = []
+
+    def start(model=None, *, max_rows=8, max_waiting=1000):
+        engine = Engine(model or tiny_model(), max_rows=max_rows, max_waiting=max_waiting)
+        engines.append(engine)
+        return engine
+
+    yield start
+    for engine in engines:
+        engine.close()
+        assert not engine.n_active
+
+
+def alone(model, prompt, new, config=None, seed=0, number=0):
+    """The text that `generate` makes, as sample.py calls it."""
+    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), number)[None]
+    ids = generate(model, jnp.asarray([prompt]), new, config, keys=key)
+    return decode(TOKENIZER, np.asarray(ids[0]))
+
+
+def many_clients(count):
+    """Of different lengths, prompts and settings, far beyond the context."""
+    random = np.random.default_rng(0)
+    configs = [
+        None,
+        SamplingConfig(greedy=True),
+        SamplingConfig(0.7, top_k=3),
+        SamplingConfig(top_p=0.8),
+        SamplingConfig(1.5, min_p=0.2),
+    ]
+    return [
+        (
+            random.integers(0, VOCAB, random.integers(1, C + 1)).tolist(),
+            int(random.integers(1, 5 * C)),
+            configs[i % len(configs)],
+            i % 7,
+        )
+        for i in range(count)
+    ]
+
+
+def test_a_text_does_not_depend_on_its_neighbours(variant, start):
+    engine = start(variant)
+    asked = many_clients(24)
+    clients = [Client(p, n, config, seed=seed) for p, n, config, seed in asked]
+    for client in clients:
+        engine.submit([client.text])
+    for client, (prompt, new, config, seed) in zip(clients, asked, strict=True):
+        assert client.result == alone(variant, prompt, new, config, seed)
+        assert client.reason == "length"
+
+
+def test_texts_join_and_leave_at_any_token(start):
+    model = tiny_model()
+    engine = start(model)
+    asked = many_clients(40)
+    clients = [Client(p, n, config, seed=seed) for p, n, config, seed in asked]
+    for place, client in enumerate(clients):
+        engine.submit([client.text])
+        if place % 3 == 0:
+            time.sleep(0.005)
+    wanted = [alone(model, p, n, config, seed) for p, n, config, seed in asked]
+    assert [client.result for client in clients] == wanted
+    # Alone again, when the others are gone.
+    last = Client([1, 2], 5, seed=3)
+    engine.submit([last.text])
+    assert last.result == alone(model, [1, 2], 5, seed=3)
+
+
+def test_a_seed_gives_the_texts_of_its_numbers(start):
+    model = tiny_model()
+    engine = start(model, max_rows=4)
+    clients = [Client([1, 2, 3], 15, seed=5, number=i) for i in range(6)]
+    engine.submit([client.text for client in clients])
+    for i, client in enumerate(clients):
+        assert client.result == alone(model, [1, 2, 3], 15, seed=5, number=i)
+
+
+def test_long_prompts_are_read_between_the_tokens_of_others(start, monkeypatch):
+    monkeypatch.setattr("gptlite.serving.batch.TOKENS_PER_READ", 16)
+    monkeypatch.setattr("gptlite.serving.engine.TOKENS_PER_READ", 16)
+    model = tiny_model(context_length=72)
+    engine = start(model)
+    random = np.random.default_rng(0)
+    prompts = [random.integers(0, VOCAB, n).tolist() for n in (72, 3, 40, 16, 17, 72)]
+    clients = [Client(prompt, 90, seed=1, n_best=2, echo="") for prompt in prompts]
+    for client in clients:
+        engine.submit([client.text])
+    for client, prompt in zip(clients, prompts, strict=True):
+        assert client.result == alone(model, prompt, 90, seed=1)
+        check_scores(model, prompt, client.tokens[: len(prompt)])
+
+
+def check_scores(model, ids, tokens):
+    """Against the whole sequence at once, in one product a layer: 1e-4 is float32's rounding of
+    logits near 1, over a few layers."""
+    log_probs = np.asarray(jax.nn.log_softmax(eqx.filter_jit(model)(jnp.asarray(ids))))
+    assert len(tokens) == len(ids)
+    for place, (token, i) in enumerate(zip(tokens, ids, strict=True)):
+        assert token.text == TOKENIZER.characters[i]
+        assert token.offset == place
+        if place == 0:
+            assert token.log_prob is None
+            assert not token.best
+            continue
+        row = log_probs[place - 1]
+        np.testing.assert_allclose(token.log_prob, row[i], atol=1e-4)
+        best = np.sort(row)[::-1][: len(token.best)]
+        np.testing.assert_allclose([p for _, p in token.best], best, atol=1e-4)
+        assert token.best[0][0] == TOKENIZER.characters[int(row.argmax())]
+
+
+@pytest.mark.parametrize("new", [0, 7])
+def test_tokens_are_scored(start, new):
+    """Those of the prompt and those that are generated, also beside texts that are not scored."""
+    model = tiny_model()
+    engine = start(model)
+    prompt = [1, 2, 3, 4]
+    scored = Client(prompt, new, n_best=3, echo="bcde")
+    others = [Client([5, 6], 30), Client(prompt, 9)]
+    engine.submit([scored.text, *(other.text for other in others)])
+    assert scored.result == "bcde" + (alone(model, prompt, new) if new else "")
+    ids = TOKENIZER.encode(scored.result).tolist()
+    check_scores(model, ids, scored.tokens)
+    assert others[0].result == alone(model, [5, 6], 30)
+    assert not others[0].tokens
+
+
+def test_a_stop_string_ends_a_text_and_its_tokens(start):
+    model = tiny_model()
+    engine = start(model)
+    whole = alone(model, [1, 2], 60)
+    stop = whole[20:23]
+    client = Client([1, 2], 60, stop=[stop], n_best=1)
+    engine.submit([client.text])
+    assert client.result == whole[: whole.index(stop)]
+    assert client.reason == "stop"
+    assert "".join(token.text for token in client.tokens) == client.result
+    assert client.text.n_generated == whole.index(stop) + len(stop)
+
+
+def test_a_client_that_goes_frees_its_row(start):
+    engine = start(max_rows=1)
+    gone, waits, stays = Client([1], 10**6), Client([1], 10**6), Client([2], 10)
+    for client in (gone, waits, stays):
+        engine.submit([client.text])
+    engine.cancel([gone.text, waits.text])
+    assert len(stays.result) == 10
+    assert not gone.done.is_set()
+    assert not waits.done.is_set()
+
+
+def test_requests_take_turns(start):
+    """A request of one text does not wait for all texts of one that came before."""
+    engine = start(max_rows=1)
+    first = [Client([1], 60, seed=i) for i in range(20)]
+    second = Client([2], 5)
+    engine.submit([client.text for client in first])
+    engine.submit([second.text])
+    assert second.result
+    assert not first[-1].done.is_set()
+    assert first[-1].result
+
+
+def test_a_full_queue_refuses(start):
+    engine = start(max_rows=1, max_waiting=3)
+    clients = [Client([1], 10**6)]
+    engine.submit([clients[0].text])
+    while not engine.n_active:
+        time.sleep(0.01)
+    engine.submit([Client([1], 5).text for _ in range(3)])
+    with pytest.raises(QueueFullError, match="try again in") as caught:
+        engine.submit([Client([1], 5).text])
+    assert caught.value.retry_after >= 1
+    engine.cancel([clients[0].text])
+
+
+def test_what_cannot_be_generated_is_refused(start, monkeypatch):
+    engine = start()
+    for count in (0, C + 1):
+        with pytest.raises(UserError, match=f"1 to {C} tokens .*got {count}"):
+            engine.check(count, 5)
+    monkeypatch.setattr(engine, "_memory", 1000)
+    with pytest.raises(UserError, match="no memory for 8 tokens"):
+        engine.check(3, 5)
+
+
+def test_memory_decides_how_many_texts_are_generated_together(start, monkeypatch):
+    model = tiny_model()
+    engine = start(model)
+    monkeypatch.setattr(engine, "_memory", engine._batch.memory(2, C))
+    most = 0
+    clients = [Client([1, 2], 50, seed=i) for i in range(6)]
+    engine.submit([client.text for client in clients])
+    while not all(client.done.is_set() for client in clients):
+        most = max(most, engine.n_active)
+        time.sleep(0.001)
+    assert most <= 2
+    assert [c.result for c in clients] == [alone(model, [1, 2], 50, seed=i) for i in range(6)]
+
+
+def test_a_failure_ends_the_texts_of_the_moment_and_no_others(start, monkeypatch, capsys):
+    engine = start()
+    step = engine._batch.step
+    monkeypatch.setattr(engine._batch, "step", lambda: 1 / 0)
+    broken = Client([1], 5)
+    engine.submit([broken.text])
+    assert broken.reason == "error"
+    monkeypatch.setattr(engine._batch, "step", step)
+    right = Client([1], 5)
+    engine.submit([right.text])
+    assert right.result == alone(tiny_model(), [1], 5)
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_closing_fails_what_is_not_finished():
+    engine = Engine(tiny_model(), max_rows=1, max_waiting=10)
+    clients = [Client([1], 10**6), Client([1], 10**6)]
+    for client in clients:
+        engine.submit([client.text])
+    engine.close()
+    assert [client.reason for client in clients] == ["error", "error"]
+    with pytest.raises(QueueFullError):
+        engine.submit([Client([1], 5).text])
+
+
+class WithoutRows(eqx.Module):
+    """An attention that keeps one number for all texts."""
+
+    def __init__(self, config, *, key):
+        pass
+
+    def init_cache(self, batch, capacity, dtype):
+        return jnp.zeros((), dtype)
+
+    def __call__(self, x, cache=None, context=None, *, key=None):
+        return x, cache
+
+
+def test_a_layer_that_keeps_nothing_for_each_text_is_refused():
+    with pytest.raises(UserError, match="without an axis for the texts"):
+        Engine(tiny_model(attention=WithoutRows), max_rows=4, max_waiting=4)
