@@ -31,7 +31,7 @@ def sample(arguments: SampleArguments) -> None:
     # Two, as in training: for more, generating is too little work.
     set_up_jax(cpu_devices=math.gcd(2, arguments.num_samples))
     with contextlib.redirect_stdout(sys.stderr):  # standard output is for the generated text
-        run = load_any(arguments.run, arguments.weights, arguments.custom)
+        run = load_any(arguments.run, arguments.weights, arguments.model.named)
     prompt = read_prompt(arguments)
     if not prompt:
         raise UserError("The prompt is empty: give at least one character.")

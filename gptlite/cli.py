@@ -125,6 +125,11 @@ class CustomBlocks:
     attention: str | None = None
     mlp: str | None = None
 
+    @property
+    def named(self) -> dict[str, str]:
+        """The blocks that were named."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
 
 @dataclass(frozen=True)
 class SampleArguments:
@@ -168,15 +173,63 @@ class SampleArguments:
 
     model: CustomBlocks = field(default_factory=CustomBlocks)
 
-    @property
-    def custom(self) -> dict[str, str]:
-        """The blocks that were named."""
-        return {name: value for name, value in vars(self.model).items() if value is not None}
-
     def __post_init__(self):
         check_fields("", self)
         if self.prompt is not None and self.prompt_file is not None:
             raise UserError("Give the prompt with --prompt or with --prompt-file, not with both.")
+
+
+@dataclass(frozen=True)
+class ServeArguments:
+    """Serve a trained model over HTTP, with the endpoints of OpenAI's API for completions.
+
+    Clients of that API need the address http://127.0.0.1:8000/v1 and the name of the model, which
+    is printed. Texts of many clients are generated together. SIGTERM or Ctrl-C ends the server:
+    what is running has 10 seconds to finish."""
+
+    run: str | None = None
+    """A run's folder, or its name in runs/; hf:FOLDER or hf:NAME for a model in Hugging Face's
+    format, in a folder or on the hub. Default: the newest run."""
+
+    weights: Literal["best", "last"] = "best"
+    """Weights of the best evaluation, or of the last checkpoint."""
+
+    host: str = "127.0.0.1"
+    """The address to listen at. Another one than this machine's own needs --api-key or
+    --without-key."""
+
+    port: Annotated[int, Between(0, 65_535)] = 8000
+    """0: any that is free."""
+
+    api_key: str | None = None
+    """What clients must send as their key. Default: the variable GPTLITE_API_KEY, which other users
+    of this machine cannot see, or none."""
+
+    without_key: bool = False
+    """Let everyone who reaches --host use the server, without a key."""
+
+    rows: Annotated[int, Between(1, 4096)] = 64
+    """Texts that are generated together, at most; fewer, where memory is short."""
+
+    queue: Annotated[int, Between(1, 1_000_000)] = 256
+    """Texts that wait, at most. Then clients are told to come again later (status 429)."""
+
+    allow_origin: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """A page, such as http://localhost:3000, whose scripts may use the server from a browser; may
+    be given several times. Default: none but the server's own."""
+
+    debug: bool = False
+    """Show where in the code an error came from."""
+
+    model: CustomBlocks = field(default_factory=CustomBlocks)
+
+    def __post_init__(self):
+        check_fields("", self)
+        require(
+            self.api_key is None or (self.api_key.isascii() and self.api_key.isprintable()),
+            "api_key must be printable ASCII characters, as it is sent in a header.",
+        )
+        require(self.api_key != "", "api_key must have at least one character.")
 
 
 @dataclass(frozen=True)
@@ -375,6 +428,11 @@ def _parse_resume(argv: Sequence[str], saved: Config) -> TrainArguments:
 def parse_sample(argv: Sequence[str]) -> SampleArguments:
     """`sample.py`'s command line. `argv` is without the program's name."""
     return parse_words(SampleArguments, argv)
+
+
+def parse_serve(argv: Sequence[str]) -> ServeArguments:
+    """`serve.py`'s command line. `argv` is without the program's name."""
+    return parse_words(ServeArguments, argv)
 
 
 @dataclass(frozen=True)

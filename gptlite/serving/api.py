@@ -1,0 +1,328 @@
+"""OpenAI's API for completions: what a request may ask for, and the form of its answers.
+
+https://platform.openai.com/docs/api-reference/completions and .../chat
+"""
+
+import json
+import math
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Annotated, Any, TypeVar
+
+from gptlite.config import MAX_INT32, Between, SamplingConfig, UserError, check_fields, require
+from gptlite.generation.generate import N_BEST
+from gptlite.serving.text import Piece, ServedText, Token
+from gptlite.text.tokenizer import Ids, Tokenizer, as_ids, decode
+
+# Bytes of a request.
+MAX_BODY = 2**22
+# Texts that one request may ask for.
+MAX_TEXTS = 128
+MAX_NEW_TOKENS = 2**17
+MAX_STOPS, MAX_STOP = 16, 1000
+# Characters of an error message.
+MAX_MESSAGE = 500
+# A temperature below this is greedy: 0, as OpenAI's API has it.
+MIN_TEMPERATURE = 1e-6
+
+
+class ApiError(Exception):
+    """An answer that is an error."""
+
+    def __init__(self, status: int, message: str, code: str | None = None, **headers: str):
+        """`headers`: of the answer, `_` for `-`."""
+        super().__init__(message)
+        self.status, self.code = status, code
+        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error object."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        message = str(self)
+        if len(message) > MAX_MESSAGE:
+            message = f"{message[:MAX_MESSAGE]} ..."
+        return {"error": {"message": message, "type": kind, "param": None, "code": self.code}}
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """What both kinds of requests may ask for."""
+
+    model: str
+    temperature: Annotated[float, Between(0.0)] = 1.0
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    n: Annotated[int, Between(1, MAX_TEXTS)] = 1
+    stream: bool = False
+    stream_options: dict | None = None
+    stop: str | list | None = None
+    seed: Annotated[int | None, Between(0, MAX_INT32)] = None
+    user: str | None = None
+    # What gptlite does not have may be given its default.
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: dict | None = None
+
+    def __post_init__(self):
+        check_fields("", self)
+        for name in ("frequency_penalty", "presence_penalty", "logit_bias"):
+            value = getattr(self, name)
+            require(not value, f"{name} is not supported: leave it out, got {value}.")
+        known = self.stream_options is None or set(self.stream_options) <= {"include_usage"}
+        require(known, f"stream_options has include_usage only, got {self.stream_options}.")
+        require(
+            len(self.stops) <= MAX_STOPS and all(map(_is_stop, self.stops)),
+            f"stop must be a string or at most {MAX_STOPS} strings, each of 1 to {MAX_STOP:,} "
+            f"characters, got {self.stop!r}.",
+        )
+        self.sampling  # noqa: B018 - checks it
+
+    @property
+    def sampling(self) -> SamplingConfig:
+        greedy = 0 <= self.temperature < MIN_TEMPERATURE
+        temperature = 1.0 if greedy else self.temperature
+        return SamplingConfig(temperature, self.top_k, self.top_p, self.min_p, greedy)
+
+    @property
+    def stops(self) -> list[str]:
+        stop = self.stop
+        return [] if stop is None else [stop] if isinstance(stop, str) else stop
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return bool(self.stream_options and self.stream_options.get("include_usage"))
+
+
+def _is_stop(stop: Any) -> bool:
+    return isinstance(stop, str) and 0 < len(stop) <= MAX_STOP
+
+
+@dataclass(frozen=True)
+class Completion(Knobs):
+    """The body of a request to /v1/completions."""
+
+    prompt: str | list = ""
+    max_tokens: Annotated[int, Between(0, MAX_NEW_TOKENS)] = 16
+    logprobs: Annotated[int | None, Between(0, N_BEST)] = None
+    echo: bool = False
+    best_of: Annotated[int | None, Between(1, MAX_TEXTS)] = None
+    suffix: str | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(
+            self.best_of in (None, self.n),
+            f"best_of is not supported: leave it out or give n, got {self.best_of}.",
+        )
+        require(not self.suffix, f"suffix is not supported: leave it out, got {self.suffix!r}.")
+
+    @property
+    def prompts(self) -> list[Any]:
+        """Each a text or ids."""
+        prompt = self.prompt
+        if isinstance(prompt, str) or (prompt and type(prompt[0]) is int):
+            return [prompt]
+        return prompt
+
+
+@dataclass(frozen=True)
+class Chat(Knobs):
+    """The body of a request to /v1/chat/completions."""
+
+    messages: list = field(default_factory=list)
+    max_tokens: Annotated[int | None, Between(1, MAX_NEW_TOKENS)] = None
+    max_completion_tokens: Annotated[int | None, Between(1, MAX_NEW_TOKENS)] = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int | None, Between(0, N_BEST)] = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(
+            bool(self.messages) and all(map(_is_message, self.messages)),
+            "messages must be a list of objects with a role and a content, both strings, got "
+            f"{self.messages!r}.",
+        )
+        for message in self.messages:
+            check_text("messages", message["content"])
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(
+        isinstance(message.get(name), str) for name in ("role", "content")
+    )
+
+
+T = TypeVar("T", bound=Knobs)
+
+
+def parse(kind: type[T], body: bytes) -> T:
+    """The request in `body`.
+
+    **Raises:** `UserError` if it is none.
+    """
+    try:
+        record = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"The body is not JSON in UTF-8: {error}.") from error
+    require(isinstance(record, dict), "The body must be a JSON object.")
+    known = {field.name: field for field in fields(kind)}
+    unknown = sorted(set(record) - set(known))
+    require(not unknown, f"There is no argument {unknown[:1]}: known are {', '.join(known)}.")
+    given = {name: value for name, value in record.items() if value is not None}
+    missing = [n for n, field in known.items() if field.default is MISSING and n not in given]
+    require(not missing, f"{', '.join(missing)} must be given.")
+    return kind(**given)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def check_text(name: str, text: str) -> None:
+    """**Raises:** `UserError` if there is half of a surrogate pair in `text`."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{name} has half of a surrogate pair, which is no character, at place {error.start}."
+        ) from error
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as the model reads it."""
+
+    ids: Ids
+    hidden: int = 0
+    """Ids at its beginning that are not part of the text."""
+    text: str | None = None
+    """None if it was given as ids."""
+
+    def shown(self, tokenizer: Tokenizer) -> str:
+        return decode(tokenizer, self.ids) if self.text is None else self.text
+
+
+def read_prompt(tokenizer: Tokenizer, prompt: Any) -> Prompt:
+    """A prompt of a `Completion`. Before a text come the tokenizer's `start_ids`; an empty text
+    without these is read after the token that ends a text, as if a new one began.
+
+    **Raises:** `UserError` if it is neither a text nor ids, or is not in the vocabulary.
+    """
+    if isinstance(prompt, str):
+        check_text("prompt", prompt)
+        start = list(tokenizer.start_ids)
+        if not prompt and not start:
+            start = list(tokenizer.end_ids[:1])
+            require(bool(start), "prompt must have at least one character.")
+        ids = [*start, *tokenizer.encode(prompt).tolist()] if prompt else start
+        return Prompt(as_ids(ids), len(start), prompt)
+    is_ids = isinstance(prompt, list) and all(type(i) is int for i in prompt)
+    require(
+        is_ids,
+        f"prompt must be a text, ids, or a list of one of these, got {str(prompt)[:100]!r} in it.",
+    )
+    size = tokenizer.vocab_size
+    wrong = [i for i in prompt if not 0 <= i < size]
+    require(not wrong, f"Ids of a prompt must be from 0 to {size - 1:,}, got {wrong[:1]}.")
+    return Prompt(as_ids(prompt))
+
+
+class Form:
+    """The answers to one request: in one piece, or as a stream of chunks."""
+
+    prefix = "cmpl"
+    whole = chunk = "text_completion"
+
+    def __init__(self, model: str, n_prompt: int):
+        """`n_prompt`: tokens of all prompts."""
+        self.head = {
+            "id": f"{self.prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._n_prompt = n_prompt
+
+    def usage(self, texts: Sequence[ServedText]) -> dict[str, int]:
+        """What was read and generated, in tokens."""
+        generated = sum(text.n_generated for text in texts)
+        return {
+            "prompt_tokens": self._n_prompt,
+            "completion_tokens": generated,
+            "total_tokens": self._n_prompt + generated,
+        }
+
+    def choice(self, index: int, piece: Piece, *, scored: bool, streamed: bool) -> dict[str, Any]:
+        """A text, or what it gained."""
+        return {
+            "index": index,
+            "text": piece.text,
+            "logprobs": self._logprobs(piece.tokens) if scored else None,
+            "finish_reason": piece.finish_reason,
+        }
+
+    @staticmethod
+    def _logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
+        return {
+            "tokens": [token.text for token in tokens],
+            "token_logprobs": [_finite(token.log_prob) for token in tokens],
+            "top_logprobs": [
+                {text: _finite(p) for text, p in token.best} if token.log_prob is not None else None
+                for token in tokens
+            ],
+            "text_offset": [token.offset for token in tokens],
+        }
+
+    def answer(
+        self, texts: Sequence[ServedText], pieces: Sequence[Piece], *, scored: bool
+    ) -> dict[str, Any]:
+        """The whole answer."""
+        choices = [
+            self.choice(index, piece, scored=scored, streamed=False)
+            for index, piece in enumerate(pieces)
+        ]
+        return self.head | {
+            "object": self.whole,
+            "choices": choices,
+            "usage": self.usage(texts),
+        }
+
+    def part(self, choices: Sequence[Any], **more: Any) -> dict[str, Any]:
+        """A chunk of a stream."""
+        return self.head | {"object": self.chunk, "choices": list(choices)} | more
+
+
+class ChatForm(Form):
+    """The answers to a chat."""
+
+    prefix = "chatcmpl"
+    whole, chunk = "chat.completion", "chat.completion.chunk"
+
+    def choice(self, index: int, piece: Piece, *, scored: bool, streamed: bool) -> dict[str, Any]:
+        message = {"role": "assistant", "content": piece.text}
+        content = [
+            {
+                "token": token.text,
+                "logprob": _finite(token.log_prob),
+                "bytes": list(token.text.encode()),
+                "top_logprobs": [
+                    {"token": text, "logprob": _finite(p), "bytes": list(text.encode())}
+                    for text, p in token.best
+                ],
+            }
+            for token in piece.tokens
+        ]
+        return {
+            "index": index,
+            "delta" if streamed else "message": message,
+            "logprobs": {"content": content} if scored else None,
+            "finish_reason": piece.finish_reason,
+        }
+
+
+def _finite(log_prob: float | None) -> float | None:
+    """NaN, which a model that diverged may give, is no number of JSON."""
+    return log_prob if log_prob is not None and math.isfinite(log_prob) else None

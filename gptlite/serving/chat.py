@@ -1,0 +1,83 @@
+"""The chat template of a model in Hugging Face's format."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.sandbox
+import tokenizers
+
+from gptlite.config import UserError
+from gptlite.files import read_bounded, read_json
+from gptlite.text.hf_tokenizer import HFTokenizer
+from gptlite.text.tokenizer import Tokenizer
+
+MAX_TEMPLATE = 2**20
+
+
+class ChatTemplate:
+    """Makes one text of the messages of a chat, with the special tokens that the model knows."""
+
+    def __init__(self, template: str, tokenizer: HFTokenizer, special: dict[str, str]):
+        """`special`: the texts of special tokens, by names such as `bos_token`.
+
+        **Raises:** `UserError` if the template has an error.
+        """
+        # A template may come from a stranger: it can neither call functions nor change values.
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.globals |= {"raise_exception": _raise, **special}
+        try:
+            self._template = environment.from_string(template)
+        except jinja2.TemplateError as error:
+            raise UserError(f"The model's chat template has an error: {error}.") from error
+        # Special tokens are recognised in the template's text, unlike in a prompt.
+        self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer.to_json()["tokenizer"])
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+
+    def encode(self, messages: Sequence[Any]) -> list[int]:
+        """The ids of a chat, up to where the model's answer begins.
+
+        **Raises:** `UserError` if the template refuses the messages.
+        """
+        try:
+            text = self._template.render(messages=messages, add_generation_prompt=True)
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise UserError(f"The chat template refuses these messages: {error}.") from error
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def read_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The chat template of the model in `folder`; None if there is none, as for base models.
+
+    **Raises:** `UserError` if it cannot be read.
+    """
+    settings, file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+    if not isinstance(tokenizer, HFTokenizer) or not settings.exists():
+        return None
+    try:
+        record = read_json(settings.resolve())
+        template = record.get("chat_template")
+        if file.exists():
+            template = read_bounded(file.resolve(), MAX_TEMPLATE).decode("utf-8")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"The chat template in {folder} cannot be read: {error}.") from error
+    if isinstance(template, list):  # several, by name
+        named = {x.get("name"): x.get("template") for x in template if isinstance(x, dict)}
+        template = named.get("default")
+    if not isinstance(template, str):
+        return None
+    special = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in record.items()
+        if name.endswith("_token")
+    }
+    texts = {name: value for name, value in special.items() if isinstance(value, str)}
+    return ChatTemplate(template, tokenizer, texts)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,60 @@
+"""Serve a trained model to clients of OpenAI's API: `python serve.py`."""
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from gptlite.cli import ServeArguments, exit_on_error, parse_serve
+from gptlite.config import UserError, require
+from gptlite.progress import log
+
+
+def main() -> None:
+    with exit_on_error(debug="--debug" in sys.argv):
+        serve(parse_serve(sys.argv[1:]), os.environ)
+
+
+def serve(arguments: ServeArguments, environment: Mapping[str, str]) -> None:
+    # Imported here, because --help should not wait for JAX.
+    try:
+        from gptlite.serving.server import is_loopback, open_socket, run_server
+    except ImportError as error:
+        raise UserError(f'{error}. serve.py needs: pip install -e ".[serve]"') from error
+    from gptlite.runs.load import load_any
+    from gptlite.runtime import set_up_jax
+    from gptlite.serving.app import make_app, serve_run
+
+    api_key = arguments.api_key or environment.get("GPTLITE_API_KEY") or None
+    local = is_loopback(arguments.host)
+    require(
+        local or api_key is not None or arguments.without_key,
+        f"Others reach this server at {arguments.host}: give --api-key, or --without-key if "
+        "everyone may use it.",
+    )
+    listening = open_socket(arguments.host, arguments.port)  # before the model, which takes time
+    set_up_jax()
+    run = load_any(arguments.run, arguments.weights, arguments.model.named)
+    # Of a model from the hub, the folder has no name for people.
+    is_hf = arguments.run is not None and arguments.run.startswith("hf:")
+    name = Path(str(arguments.run)).name if is_hf else run.path.resolve().name
+    served = serve_run(run, name, rows=arguments.rows, queue=arguments.queue)
+    host, port = listening.getsockname()[:2]
+    address = f"[{host}]" if ":" in host else host
+    app = make_app(
+        served,
+        # Elsewhere, a key protects the answers, or everyone may have them.
+        hosts=frozenset({"127.0.0.1", "localhost", "[::1]", address}) if local else None,
+        api_key=api_key,
+        allow_origins=arguments.allow_origin,
+    )
+    log(f"serving {served.name} at http://{address}:{port}/v1 (Ctrl-C ends)")
+    try:
+        run_server(app, listening)
+    finally:
+        served.engine.close()
+    log("stopped")
+
+
+if __name__ == "__main__":
+    main()
