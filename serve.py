@@ -36,8 +36,9 @@ def serve(arguments: ServeArguments, environment: Mapping[str, str]) -> None:
     set_up_jax()
     run = load_any(arguments.run, arguments.weights, arguments.model.named)
     # Of a model from the hub, the folder has no name for people.
-    is_hf = arguments.run is not None and arguments.run.startswith("hf:")
-    name = Path(str(arguments.run)).name if is_hf else run.path.resolve().name
+    asked = arguments.run or ""
+    path = Path(asked.removeprefix("hf:")) if asked.startswith("hf:") else run.path
+    name = path.resolve().name
     served = serve_run(run, name, rows=arguments.rows, queue=arguments.queue)
     host, port = listening.getsockname()[:2]
     address = f"[{host}]" if ":" in host else host

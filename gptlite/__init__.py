@@ -12,11 +12,21 @@ import lazy_loader
 
 from gptlite import typecheck as typecheck
 
-# Not gptlite.config: it has its own error messages, and must import quickly.
+# Not gptlite.config: it has its own error messages, and must import quickly. Not what is called for
+# every token outside of compiled programs: a check takes 25 microseconds.
 jaxtyping.install_import_hook(
     [
         f"gptlite.{package}"
-        for package in ("text", "nn", "models", "training", "generation", "research")
+        for package in (
+            "text",
+            "nn",
+            "models",
+            "training",
+            "generation.beam_search",
+            "generation.generate",
+            "generation.sampling",
+            "research",
+        )
     ],
     "gptlite.typecheck.typechecker",
 )

@@ -3,6 +3,7 @@
 This module imports nothing heavy, so that `--help` answers at once.
 """
 
+import functools
 import inspect
 import math
 import os
@@ -106,9 +107,14 @@ def check_value(name: str, value: Any, kind: Any) -> None:
             note.check(name, value)
 
 
+@functools.cache
+def _hints(kind: type) -> Mapping[str, Any]:
+    return get_type_hints(kind, include_extras=True)
+
+
 def check_fields(section: str, config: Any) -> None:
     """`check_value` for every field of the dataclass `config`."""
-    for name, kind in get_type_hints(type(config), include_extras=True).items():
+    for name, kind in _hints(type(config)).items():
         check_value(f"{section}{name}", getattr(config, name), kind)
 
 

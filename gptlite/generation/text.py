@@ -1,9 +1,16 @@
 """From ids, as they come, to text that can be shown."""
 
 import codecs
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
 
-from gptlite.text.tokenizer import Ids, Tokenizer
+from gptlite.text.tokenizer import Tokenizer
+
+
+@functools.lru_cache(maxsize=2**18)
+def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
+    """`tokenizer.token_bytes(token)`, which is looked up for every token that is generated."""
+    return tokenizer.token_bytes(token)
 
 
 class TextStream:
@@ -15,7 +22,7 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
-        self._tokenizer = tokenizer
+        self._tokenizer, self._end_ids = tokenizer, tokenizer.end_ids
         self._stop = [text for text in stop if text]
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
@@ -26,14 +33,14 @@ class TextStream:
         """Whether there are stop strings."""
         return bool(self._stop)
 
-    def feed(self, ids: Ids) -> str:
+    def feed(self, ids: Iterable[int]) -> str:
         """The text that can be shown after `ids`."""
         content, ended = b"", False
         for i in map(int, ids):
-            ended = i in self._tokenizer.end_ids
+            ended = i in self._end_ids
             if ended:
                 break
-            content += self._tokenizer.token_bytes(i)
+            content += token_bytes(self._tokenizer, i)
         text = self._show(self._decoder.decode(content, final=ended))
         if ended and not self.stopped:
             text, self._held, self.stopped = text + self._held, "", True

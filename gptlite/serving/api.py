@@ -3,6 +3,7 @@
 https://platform.openai.com/docs/api-reference/completions and .../chat
 """
 
+import functools
 import json
 import math
 import secrets
@@ -80,7 +81,7 @@ class Knobs:
         )
         self.sampling  # noqa: B018 - checks it
 
-    @property
+    @functools.cached_property
     def sampling(self) -> SamplingConfig:
         greedy = 0 <= self.temperature < MIN_TEMPERATURE
         temperature = 1.0 if greedy else self.temperature

@@ -5,6 +5,7 @@ The batch has a cache with a length for each row. Its rows and its capacity grow
 powers of two, so that a few programs serve any number of texts of any length.
 """
 
+import functools
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ from gptlite.generation.generate import (
     read_part,
     room_for,
 )
-from gptlite.generation.sampling import Sampling
+from gptlite.generation.sampling import Filters, Sampling
 from gptlite.models.gpt import GPT
 from gptlite.pytrees import size_of
 from gptlite.serving.text import ServedText, TextScores
@@ -38,8 +39,10 @@ from gptlite.serving.text import ServedText, TextScores
 MIN_CAPACITY = 256
 # Tokens of texts that are read in one call, between two calls for the texts that are generated.
 TOKENS_PER_READ = 256
+# What a call takes beside its tokens, in tokens.
+CALL_OVERHEAD = 2
 # The time that a call should take, in seconds: others wait for it.
-CALL_SECONDS = 0.03
+CALL_SECONDS = 0.05
 
 
 class New(NamedTuple):
@@ -78,7 +81,8 @@ class Batch:
         self.max_rows = max_rows
         self.context = model.config.context_length
         self._back = len(model.previous)
-        self._prepared = prepare(model, 2, share=False)
+        self._model = model
+        self._programs = _Programs(model)
         shape = self._shape(2, MIN_CAPACITY)
         require(
             all(x.shape[:1] == (2,) for x in jax.tree.leaves(shape)),
@@ -88,9 +92,10 @@ class Batch:
         self._state: GenerationState | None = None
         self._capacity = 0
         self._rows: list[ServedText | None] = []
-        # Tokens in the cache, and the settings that are the same until a text joins or leaves.
         self._lengths: dict[ServedText, int] = {}
-        self._settings: tuple[Any, Sampling, bool] | None = None
+        """Tokens in the cache."""
+        self._settings: tuple[Any, bool] | None = None
+        """What is the same until a text joins or leaves."""
         self._bytes: dict[tuple[int, int], int] = {}
         self._seconds_per_token = CALL_SECONDS
 
@@ -101,7 +106,7 @@ class Batch:
 
     def memory(self, rows: int, tokens: int) -> int:
         """Bytes that so many texts of so many tokens need, with the copies that a change makes."""
-        rows, capacity = _power_of_two(rows), self._capacity_for(tokens)
+        rows, capacity = _power_of_two(rows), capacity_for(tokens, self.context)
         if (rows, capacity) not in self._bytes:
             self._bytes[rows, capacity] = CACHE_COPIES * size_of(self._shape(rows, capacity))
         return self._bytes[rows, capacity]
@@ -137,8 +142,8 @@ class Batch:
         part = text.ids[start : start + TOKENS_PER_READ]
         ids[0, : len(part)] = part
         read, here = (np.full(1, n, np.int32) for n in (start, len(part)))
-        reading.state, scores = read_part(
-            Part(self._prepared, ids, read, here), reading.state, room, scored=text.scored
+        reading.state, scores = self._programs.read(
+            reading.state, ids, read, here, capacity=room, scored=text.scored
         )
         if scores is not None:
             reading.scores.append(_scores_of(scores, 0, len(part)))
@@ -146,6 +151,7 @@ class Batch:
         if reading.done < len(text.ids):
             return False
         if text.max_new_tokens:
+            assert reading.state is not None
             self._join([text], reading.state, [0])
         return True
 
@@ -157,37 +163,36 @@ class Batch:
         assert self._state is not None
         lengths = np.array([self._lengths.get(text, 0) if text else 0 for text in texts], np.int32)
         done = [len(text.ids) - text.n_prompt if text else 0 for text in texts]
-        longest = max(text.max_new_tokens - n for text, n in zip(texts, done, strict=True) if text)
-        count = int(
-            min(
-                TOKENS_PER_CALL,
-                max(1, CALL_SECONDS / self._seconds_per_token),
-                self._capacity - lengths.max(),
-                longest,
-            )
+        wanted = np.array(
+            [text.max_new_tokens - n if text else 0 for text, n in zip(texts, done, strict=True)]
         )
+        room = self._capacity - lengths
+        # A text that ends before its row is full may be written beyond it: nothing reads that.
+        bounds = room[wanted > room].tolist()
+        in_time = max(1, int(CALL_SECONDS / self._seconds_per_token))
+        count = _best_count(wanted, min(TOKENS_PER_CALL, in_time, *bounds))
         if self._settings is None:
-            keys = [text.key if text else np.zeros(2, np.uint32) for text in texts]
-            configs = [text.sampling if text else SamplingConfig() for text in texts]
-            wrapped = jax.random.wrap_key_data(jnp.asarray(np.stack(keys)), impl="threefry2x32")
-            scored = any(text.scored for text in texts if text)
-            self._settings = wrapped, Sampling.of(configs), scored
-        keys, sampling, scored = self._settings
-        chunk = Chunk(
-            self._prepared, keys, sampling, lengths, np.array(done, np.int32), np.asarray(count)
-        )
+            self._settings = self._settings_of(texts)
+        settings, scored = self._settings
         start = time.perf_counter()
-        self._state, tokens, scores = decode(chunk, self._state, scored=scored)
+        self._state, tokens, scores = self._programs.step(
+            self._state,
+            settings,
+            lengths,
+            np.array(done, np.int32),
+            np.asarray(count),
+            scored=scored,
+        )
         tokens, scores = jax.device_get((tokens, scores))
         self._note_speed((time.perf_counter() - start) / count)
         new = []
         for place, text in enumerate(texts):
             if text is not None:
                 self._lengths[text] += count
-                wanted = min(count, text.max_new_tokens - done[place])
-                ids = tokens[place, :wanted].tolist()
+                gained = min(count, int(wanted[place]))
+                ids = tokens[place, :gained].tolist()
                 text.ids += ids
-                found = _scores_of(scores, place, wanted) if text.scored else None
+                found = _scores_of(scores, place, gained) if text.scored else None
                 new.append(New(text, ids, found))
         return new
 
@@ -205,10 +210,20 @@ class Batch:
         for text in self.texts:
             self.leave(text)
 
+    @staticmethod
+    def _settings_of(texts: Sequence[ServedText | None]) -> tuple[Any, bool]:
+        """Keys and settings of the rows, and whether any is scored."""
+        keys = np.stack([text.key if text else np.zeros(2, np.uint32) for text in texts])
+        default = SamplingConfig()
+        sampling = Sampling.of([text.sampling if text else default for text in texts])
+        filters = sampling.filters
+        numbers = None if filters is None else (filters.top_k, filters.top_p, filters.min_p)
+        scored = any(text.scored for text in texts if text)
+        return (keys, sampling.temperature, numbers), scored
+
     def _shape(self, rows: int, capacity: int) -> Any:
-        model = self._prepared.model
         return eqx.filter_eval_shape(
-            lambda model: model.init_cache((rows,), capacity=capacity).layers, model
+            lambda model: model.init_cache((rows,), capacity=capacity).layers, self._model
         )
 
     def _note_speed(self, seconds: float) -> None:
@@ -217,12 +232,9 @@ class Batch:
             min(seconds, 2 * self._seconds_per_token) - self._seconds_per_token
         ) / 4
 
-    def _capacity_for(self, tokens: int) -> int:
-        return room_for(max(MIN_CAPACITY, min(tokens, self.context)), self.context)
-
     def _capacity_needed(self, joining: Sequence[ServedText]) -> int:
         lengths = [*self._lengths.values(), *(len(text.ids) for text in joining)]
-        return self._capacity_for(max(lengths) + TOKENS_PER_CALL)
+        return capacity_for(max(lengths) + TOKENS_PER_CALL, self.context)
 
     def _fit(self, joining: Sequence[ServedText]) -> None:
         """Make room for `joining`, or give back room that is not needed."""
@@ -233,15 +245,23 @@ class Batch:
             rows = now
         if self._capacity / 4 < capacity < self._capacity:
             capacity = self._capacity
-        if self._state is not None and (rows, capacity) == (now, self._capacity):
-            return
-        places = [place for place, text in enumerate(self._rows) if text is not None]
+        if (rows, capacity) != (now, self._capacity):
+            places = [place for place, text in enumerate(self._rows) if text is not None]
+            self._take_rows(self._state, places, texts, rows, capacity)
+
+    def _take_rows(
+        self,
+        state: GenerationState | None,
+        places: Sequence[int],
+        texts: Sequence[ServedText],
+        rows: int,
+        capacity: int,
+    ) -> None:
+        """Go on with some rows of a state, each of the text beside it, and empty ones after them:
+        `rows` in all."""
         kept = np.zeros(rows, np.int32)
         kept[: len(places)] = places
-        if self._state is None:
-            self._state = _empty(self._prepared, rows, capacity)
-        else:
-            self._state = _resized((self._prepared, kept), self._state, capacity)
+        self._state = self._programs.resize(state, kept, capacity=capacity)
         self._rows = [*texts, *[None] * (rows - len(texts))]
         self._capacity, self._settings = capacity, None
 
@@ -249,11 +269,16 @@ class Batch:
         self, texts: Sequence[ServedText], state: GenerationState, source: Sequence[int]
     ) -> None:
         """Let texts join, each with the row of `state` in `source`."""
-        self._fit(texts)
-        free = [place for place, text in enumerate(self._rows) if text is None]
-        for place, text in zip(free, texts, strict=False):
-            self._rows[place], self._lengths[text] = text, len(text.ids)
-        self._insert(state, source, free[: len(texts)], fresh=True)
+        if self._state is None:
+            rows, capacity = _power_of_two(len(texts)), self._capacity_needed(texts)
+            self._take_rows(state, source, texts, rows, capacity)
+        else:
+            self._fit(texts)
+            free = [place for place, text in enumerate(self._rows) if text is None]
+            for place, text in zip(free, texts, strict=False):
+                self._rows[place] = text
+            self._insert(state, source, free[: len(texts)], fresh=True)
+        self._lengths |= {text: len(text.ids) for text in texts}
 
     def _insert(
         self, state: GenerationState, source: Sequence[int], places: Sequence[int], *, fresh: bool
@@ -263,7 +288,7 @@ class Batch:
         # Places beyond the last row are not written.
         from_, to = np.zeros(size, np.int32), np.full(size, len(self._rows), np.int32)
         from_[: len(source)], to[: len(places)] = source, places
-        self._state = _inserted((state, from_, to), self._state, fresh=fresh)
+        self._state = self._programs.insert(self._state, state, from_, to, fresh=fresh)
         self._settings = None
 
     def _drop_first_halves(self) -> None:
@@ -296,58 +321,89 @@ class Batch:
         state, scores = None, None
         for start in range(0, room, TOKENS_PER_READ):
             read, here = np.minimum(length, start), np.clip(length - start, 0, TOKENS_PER_READ)
-            part = Part(self._prepared, ids[:, start : start + TOKENS_PER_READ], read, here)
-            state, scores = read_part(part, state, capacity or room, scored=scored)
+            part = ids[:, start : start + TOKENS_PER_READ]
+            state, scores = self._programs.read(
+                state, part, read, here, capacity=capacity or room, scored=scored
+            )
         assert state is not None
         return state, jax.device_get(scores)
 
 
-@eqx.filter_jit
-def _empty(prepared: PreparedModel, rows: int, capacity: int) -> GenerationState:
-    model = prepared.model
-    cache = model.init_cache((rows,), capacity=capacity)
-    logits = jnp.zeros((rows, model.vocab_size), model.embedding.weight.dtype)
-    return GenerationState(logits, cache.layers, cache.ids)
+class _Programs:
+    """The compiled programs of a model. `jax.jit` is given the arrays alone: `eqx.filter_jit`
+    would take apart the model at each call, which takes as long as several tokens of a small
+    one."""
 
+    def __init__(self, model: GPT):
+        arrays, rest = eqx.partition(prepare(model, 2, share=False), eqx.is_array)
+        leaves, structure = jax.tree.flatten(arrays)
 
-@eqx.filter_jit(donate="all-except-first")
-def _resized(
-    kept: tuple[PreparedModel, Int[Array | np.ndarray, " rows"]],
-    state: GenerationState,
-    capacity: int,
-) -> GenerationState:
-    """The rows `kept` of `state`, with caches of that capacity. What is cut off is not in use."""
-    prepared, rows = kept
+        def prepared(leaves: list[Array]) -> PreparedModel:
+            return eqx.combine(jax.tree.unflatten(structure, leaves), rest)
 
-    def moved(new: Array, old: Array) -> Array:
-        inside = tuple(
-            slice(0, min(n, m)) for n, m in zip(new.shape[1:], old.shape[1:], strict=True)
+        def read(leaves, state, ids, start, length, *, capacity, scored):
+            part = Part(prepared(leaves), ids, start, length)
+            return read_part(part, state, capacity, scored=scored)
+
+        def step(leaves, state, settings, lengths, done, count, *, scored):
+            keys, temperature, filters = settings
+            chunk = Chunk(
+                prepared(leaves),
+                jax.random.wrap_key_data(keys, impl="threefry2x32"),
+                Sampling(temperature, None if filters is None else Filters(*filters)),
+                lengths,
+                done,
+                count,
+            )
+            return decode(chunk, state, scored=scored)
+
+        def resize(leaves, state, rows, *, capacity):
+            """The `rows` of the state, with caches of that capacity. What is cut off is not in
+            use."""
+            model = prepared(leaves).model
+            cache = model.init_cache((len(rows),), capacity=capacity)
+            logits = jnp.zeros((len(rows), model.vocab_size), state.logits.dtype)
+
+            def moved(new: Array, old: Array) -> Array:
+                sizes = zip(new.shape[1:], old.shape[1:], strict=True)
+                inside = (slice(None), *(slice(0, min(pair)) for pair in sizes))
+                return new.at[inside].set(old[inside][rows])
+
+            return jax.tree.map(moved, GenerationState(logits, cache.layers, cache.ids), state)
+
+        def insert(state, new, source, places, *, fresh):
+            """The state with the rows `source` of another one in some places. If they are not
+            `fresh`, these places keep their logits."""
+
+            def put(old: Array, new: Array) -> Array:
+                inside = (slice(0, n) for n in new.shape[1:])
+                return old.at[(places, *inside)].set(new[source], mode="drop")
+
+            logits = put(state.logits, new.logits) if fresh else state.logits
+            layers = jax.tree.map(put, state.layers, new.layers)
+            return GenerationState(logits, layers, put(state.ids, new.ids))
+
+        bind = functools.partial
+        self.read = bind(
+            jax.jit(read, donate_argnums=1, static_argnames=("capacity", "scored")), leaves
         )
-        return new.at[(slice(None), *inside)].set(old[(slice(None), *inside)][rows])
+        self.step = bind(jax.jit(step, donate_argnums=1, static_argnames="scored"), leaves)
+        self.resize = bind(jax.jit(resize, static_argnames="capacity"), leaves)
+        self.insert = jax.jit(insert, donate_argnums=0, static_argnames="fresh")
 
-    return jax.tree.map(moved, _empty(prepared, len(rows), capacity), state)
+
+@functools.lru_cache(maxsize=2**14)
+def capacity_for(tokens: int, context: int) -> int:
+    """Places in a cache for so many tokens."""
+    return room_for(max(MIN_CAPACITY, min(tokens, context)), context)
 
 
-@eqx.filter_jit(donate="all-except-first")
-def _inserted(
-    kept: tuple[
-        GenerationState, Int[Array | np.ndarray, " places"], Int[Array | np.ndarray, " places"]
-    ],
-    state: GenerationState,
-    *,
-    fresh: bool,
-) -> GenerationState:
-    """`state` with rows of another one in some places. If they are not `fresh`, these places keep
-    their logits."""
-    new, source, places = kept
-
-    def put(old: Array, new: Array) -> Array:
-        inside = tuple(slice(0, n) for n in new.shape[1:])
-        return old.at[(places, *inside)].set(new[source], mode="drop")
-
-    logits = put(state.logits, new.logits) if fresh else state.logits
-    layers = jax.tree.map(put, state.layers, new.layers)
-    return GenerationState(logits, layers, put(state.ids, new.ids))
+def _best_count(wanted: Int[np.ndarray, " rows"], most: int) -> int:
+    """Of at most `most`, the number of tokens for which a call does most for its time, if the rows
+    want so many: a row that has all it wants idles until the end of the call."""
+    counts = np.unique(np.clip(wanted[wanted > 0], 1, most))
+    gained = np.minimum(wanted[:, None], counts).sum(axis=0)
+    return int(counts[np.argmax(gained / (counts + CALL_OVERHEAD))])
 
 
 def _scores_of(scores: Scores | None, place: int, count: int) -> TextScores:

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float, Int, UInt
 
 from gptlite.config import SamplingConfig
-from gptlite.generation.text import TextStream
+from gptlite.generation.text import TextStream, token_bytes
 from gptlite.text.tokenizer import Tokenizer
 
 
@@ -84,7 +84,7 @@ class ServedText:
         self.deliver = deliver
         self.cancelled = False
         self.finished = False
-        self._tokenizer = tokenizer
+        self._tokenizer, self._ends = tokenizer, tokenizer.end_ids
         self._stream = TextStream(tokenizer, stop)
         self._n_best = n_best
         self._echo = echo
@@ -123,18 +123,17 @@ class ServedText:
         text, count = "", len(ids)
         if self._stream.has_stops:
             for place, i in enumerate(ids):
-                text += self._stream.feed(np.array([i]))
+                text += self._stream.feed([i])
                 if self._stream.stopped:
                     count = place + 1
                     break
         else:
-            ends = (place for place, i in enumerate(ids) if i in self._tokenizer.end_ids)
-            count = min((place + 1 for place in ends), default=count)
-            text = self._stream.feed(np.array(ids))
+            count = min((ids.index(end) + 1 for end in self._ends if end in ids), default=count)
+            text = self._stream.feed(ids)
         if count < len(ids):
             del self.ids[len(self.ids) - len(ids) + count :]
         if scores is not None:
-            shown = [i for i in ids[:count] if i not in self._tokenizer.end_ids]
+            shown = [i for i in ids[:count] if i not in self._ends]
             self._add(shown, scores)
         reason = None
         if self._stream.stopped:
@@ -166,13 +165,13 @@ class ServedText:
                 scores.best_log_probs[place, : self._n_best].tolist(),
                 strict=True,
             )
-            content = self._tokenizer.token_bytes(i)
+            content = token_bytes(self._tokenizer, i)
             self._tokens.append(
                 Token(
                     shown(content),
                     self._n_decoded,
                     float(scores.log_prob[place]),
-                    [(shown(self._tokenizer.token_bytes(j)), p) for j, p in best],
+                    [(shown(token_bytes(self._tokenizer, j)), p) for j, p in best],
                 )
             )
             self._n_decoded += len(self._decoder.decode(content))
