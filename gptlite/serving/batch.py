@@ -7,8 +7,8 @@ powers of two, so that a few programs serve any number of texts of any length.
 
 import functools
 import time
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -43,6 +43,9 @@ TOKENS_PER_READ = 256
 CALL_OVERHEAD = 2
 # The time that a call should take, in seconds: others wait for it.
 CALL_SECONDS = 0.05
+
+
+W = TypeVar("W", bound=Sequence[int])
 
 
 class New(NamedTuple):
@@ -114,36 +117,28 @@ class Batch:
     def read(self, texts: Sequence[ServedText]) -> list[TextScores | None]:
         """Read the prompts of texts, each of at most `TOKENS_PER_READ` tokens, and let those that
         want more join. The scores of the prompts of those that are scored."""
-        prompts = {tuple(text.ids): text for text in texts}  # the same one is read once
-        places = {ids: place for place, ids in enumerate(prompts)}
-        scored = any(text.scored for text in texts)
-        joining = [text for text in texts if text.max_new_tokens]
-        fresh = not self.texts and len(prompts) == len(joining)
-        capacity = self._capacity_needed(joining) if fresh else None
-        state, scores = self._read_windows(list(prompts), scored, capacity)
-        if fresh:
-            self._state, self._settings = state, None
-            self._rows = [*joining, *[None] * (len(state.ids) - len(joining))]
-            self._capacity = state.ids.shape[1] - self._back
-            self._lengths = {text: len(text.ids) for text in joining}
-        elif joining:
-            self._join(joining, state, [places[tuple(text.ids)] for text in joining])
-        return [
-            _scores_of(scores, places[tuple(text.ids)], len(text.ids)) if text.scored else None
-            for text in texts
-        ]
+        by_prompt: dict[tuple[int, ...], list[ServedText]] = {}  # the same one is read once
+        for text in texts:
+            by_prompt.setdefault(tuple(text.ids), []).append(text)
+        found: dict[ServedText, TextScores | None] = {}
+        for group in _groups(list(by_prompt), self.context):
+            readers = [by_prompt[prompt] for prompt in group]
+            scored = any(text.scored for some in readers for text in some)
+            state, scores = self._read_group(group, scored)
+            for place, some in enumerate(readers):
+                for text in some:
+                    ids = len(text.ids)
+                    found[text] = _scores_of(scores, place, ids) if text.scored else None
+            self._join(state, [[x for x in some if x.max_new_tokens] for some in readers])
+        return [found[text] for text in texts]
 
     def read_on(self, reading: Reading) -> bool:
         """Read the next part of a long prompt. Whether that was the last, and the text has joined
         if it wants more."""
-        text, start = reading.text, reading.done
-        room = room_for(len(text.ids), self.context)
-        ids = np.zeros((1, min(TOKENS_PER_READ, room - start)), np.int32)
-        part = text.ids[start : start + TOKENS_PER_READ]
-        ids[0, : len(part)] = part
-        read, here = (np.full(1, n, np.int32) for n in (start, len(part)))
-        reading.state, scores = self._programs.read(
-            reading.state, ids, read, here, capacity=room, scored=text.scored
+        text = reading.text
+        part = text.ids[reading.done : reading.done + TOKENS_PER_READ]
+        reading.state, scores = self._read_rows(
+            [part], reading.state, reading.done, text.scored, len(text.ids)
         )
         if scores is not None:
             reading.scores.append(_scores_of(scores, 0, len(part)))
@@ -151,8 +146,7 @@ class Batch:
         if reading.done < len(text.ids):
             return False
         if text.max_new_tokens:
-            assert reading.state is not None
-            self._join([text], reading.state, [0])
+            self._join(reading.state, [[text]])
         return True
 
     def step(self) -> list[New]:
@@ -169,7 +163,10 @@ class Batch:
         room = self._capacity - lengths
         # A text that ends before its row is full may be written beyond it: nothing reads that.
         bounds = room[wanted > room].tolist()
-        in_time = max(1, int(CALL_SECONDS / self._seconds_per_token))
+        # The first token is shown soon, unless texts begin all the time.
+        begun = sum(text is not None and n == 0 for text, n in zip(texts, done, strict=True))
+        seconds = CALL_SECONDS / 4 if 2 * begun >= len(self._lengths) else CALL_SECONDS
+        in_time = max(1, int(seconds / self._seconds_per_token))
         count = _best_count(wanted, min(TOKENS_PER_CALL, in_time, *bounds))
         if self._settings is None:
             self._settings = self._settings_of(texts)
@@ -265,68 +262,89 @@ class Batch:
         self._rows = [*texts, *[None] * (rows - len(texts))]
         self._capacity, self._settings = capacity, None
 
-    def _join(
-        self, texts: Sequence[ServedText], state: GenerationState, source: Sequence[int]
-    ) -> None:
-        """Let texts join, each with the row of `state` in `source`."""
-        if self._state is None:
-            rows, capacity = _power_of_two(len(texts)), self._capacity_needed(texts)
-            self._take_rows(state, source, texts, rows, capacity)
-        else:
-            self._fit(texts)
+    def _join(self, state: GenerationState, texts: Sequence[Sequence[ServedText]]) -> None:
+        """Let texts join: for each row of `state`, those that go on from it."""
+        sources = [(row, text) for row, some in enumerate(texts) for text in some]
+        joining = [text for _, text in sources]
+        if not joining:
+            return
+        rows, capacity = _power_of_two(len(joining)), self._capacity_needed(joining)
+        if self._state is not None:
+            self._fit(joining)
             free = [place for place, text in enumerate(self._rows) if text is None]
-            for place, text in zip(free, texts, strict=False):
+            for text, place in zip(joining, free, strict=False):
                 self._rows[place] = text
-            self._insert(state, source, free[: len(texts)], fresh=True)
-        self._lengths |= {text: len(text.ids) for text in texts}
+            self._insert(state, [row for row, _ in sources], free[: len(joining)], fresh=True)
+        elif (1, rows, capacity) == (len(joining), len(state.ids), self._capacity_of(state)):
+            self._state, self._rows, self._capacity = state, [*joining], capacity
+            self._settings = None
+        else:
+            self._take_rows(state, [row for row, _ in sources], joining, rows, capacity)
+        self._lengths |= {text: len(text.ids) for text in joining}
 
     def _insert(
-        self, state: GenerationState, source: Sequence[int], places: Sequence[int], *, fresh: bool
+        self, state: GenerationState, sources: Sequence[int], places: Sequence[int], *, fresh: bool
     ) -> None:
-        assert self._state is not None
-        size = _power_of_two(len(places))
-        # Places beyond the last row are not written.
-        from_, to = np.zeros(size, np.int32), np.full(size, len(self._rows), np.int32)
-        from_[: len(source)], to[: len(places)] = source, places
-        self._state = self._programs.insert(self._state, state, from_, to, fresh=fresh)
+        """Write rows of `state`, of which one may be written several times, into places."""
+        pending = list(zip(sources, places, strict=True))
+        while pending:
+            # Places beyond the last row are not written.
+            to = np.full(len(state.ids), len(self._rows), np.int32)
+            now = dict(reversed(pending))
+            to[list(now)] = list(now.values())
+            pending = [pair for pair in pending if now[pair[0]] != pair[1]]
+            self._state = self._programs.insert(self._state, state, to, fresh=fresh)
         self._settings = None
 
     def _drop_first_halves(self) -> None:
         """Drop the first half of the texts whose context is full, as `stream` does."""
         half = self.context // 2
         full = [
-            (place, text)
+            (text, place)
             for place, text in enumerate(self._rows)
             if text is not None and self._lengths[text] == self.context
         ]
-        for _, text in full:
-            self._lengths[text] = half
-        while full and half:
-            group = max(1, TOKENS_PER_READ // room_for(half, self.context))
-            some, full = full[:group], full[group:]
-            state, _ = self._read_windows([text.ids[-half:] for _, text in some], False)
-            self._insert(state, range(len(some)), [place for place, _ in some], fresh=False)
+        self._lengths |= dict.fromkeys((text for text, _ in full), half)
+        if half and full:
+            windows, places = zip(*((text.ids[-half:], place) for text, place in full), strict=True)
+            for group in _groups(windows, self.context):
+                state, _ = self._read_group(group, scored=False)
+                some, places = places[: len(group)], places[len(group) :]
+                self._insert(state, range(len(group)), some, fresh=False)
 
-    def _read_windows(
-        self, windows: Sequence[Sequence[int]], scored: bool, capacity: int | None = None
+    def _read_group(
+        self, windows: Sequence[Sequence[int]], scored: bool
     ) -> tuple[GenerationState, Scores | None]:
-        """The state after each of `windows`, which begin at position 0, with rows up to the next
-        power of two; and the scores of their tokens."""
-        lengths = [len(ids) for ids in windows]
-        room = room_for(max(lengths), self.context)
-        rows = _power_of_two(len(windows))
-        ids, length = np.zeros((rows, room), np.int32), np.ones(rows, np.int32)
-        for place, window in enumerate(windows):
-            ids[place, : len(window)], length[place] = window, len(window)
+        """The state after each of `windows`, which begin at position 0, and the scores of their
+        tokens. A window that is read in parts is not scored."""
+        longest = max(map(len, windows))
         state, scores = None, None
-        for start in range(0, room, TOKENS_PER_READ):
-            read, here = np.minimum(length, start), np.clip(length - start, 0, TOKENS_PER_READ)
-            part = ids[:, start : start + TOKENS_PER_READ]
-            state, scores = self._programs.read(
-                state, part, read, here, capacity=capacity or room, scored=scored
-            )
+        for start in range(0, longest, TOKENS_PER_READ):
+            parts = [ids[start : start + TOKENS_PER_READ] for ids in windows]
+            state, scores = self._read_rows(parts, state, start, scored, longest)
         assert state is not None
         return state, jax.device_get(scores)
+
+    def _read_rows(
+        self,
+        parts: Sequence[Sequence[int]],
+        state: GenerationState | None,
+        start: int,
+        scored: bool,
+        tokens: int,
+    ) -> tuple[GenerationState, Scores | None]:
+        """Read ids that follow `start` others in each row, with caches for `tokens` in all."""
+        room = _room(max(map(len, parts)), self.context - start)
+        rows = 1 if len(parts) == 1 else TOKENS_PER_READ // room
+        ids, length = np.zeros((rows, room), np.int32), np.ones(rows, np.int32)
+        for row, part in enumerate(parts):
+            ids[row, : len(part)], length[row] = part, len(part)
+        capacity = capacity_for(tokens + TOKENS_PER_CALL, self.context)
+        read = np.full(rows, start, np.int32)
+        return self._programs.read(state, ids, read, length, capacity=capacity, scored=scored)
+
+    def _capacity_of(self, state: GenerationState) -> int:
+        return state.ids.shape[1] - self._back
 
 
 class _Programs:
@@ -371,13 +389,13 @@ class _Programs:
 
             return jax.tree.map(moved, GenerationState(logits, cache.layers, cache.ids), state)
 
-        def insert(state, new, source, places, *, fresh):
-            """The state with the rows `source` of another one in some places. If they are not
-            `fresh`, these places keep their logits."""
+        def insert(state, new, places, *, fresh):
+            """The state with the rows of another one in `places`. If they are not `fresh`, these
+            places keep their logits."""
 
             def put(old: Array, new: Array) -> Array:
                 inside = (slice(0, n) for n in new.shape[1:])
-                return old.at[(places, *inside)].set(new[source], mode="drop")
+                return old.at[(places, *inside)].set(new, mode="drop")
 
             logits = put(state.logits, new.logits) if fresh else state.logits
             layers = jax.tree.map(put, state.layers, new.layers)
@@ -396,6 +414,24 @@ class _Programs:
 def capacity_for(tokens: int, context: int) -> int:
     """Places in a cache for so many tokens."""
     return room_for(max(MIN_CAPACITY, min(tokens, context)), context)
+
+
+def _room(tokens: int, most: int) -> int:
+    """Places for `tokens` ids that are read, of which there are few kinds: each is a program."""
+    kinds = (16, 32, 48, 64, 96, 128, 192, TOKENS_PER_READ)
+    return min(most, next(kind for kind in kinds if kind >= tokens))
+
+
+def _groups(windows: Sequence[W], context: int) -> Iterator[Sequence[W]]:
+    """Windows that are read together: as many as give `TOKENS_PER_READ`, or, if they would fill
+    less than half of that, one at a time. Other numbers of rows would be more programs."""
+    if len(windows) > 1:
+        size = TOKENS_PER_READ // _room(min(TOKENS_PER_READ, max(map(len, windows))), context)
+        while size > 1 and 2 * len(windows) > size:
+            yield windows[:size]
+            windows = windows[size:]
+    for window in windows:
+        yield [window]
 
 
 def _best_count(wanted: Int[np.ndarray, " rows"], most: int) -> int:

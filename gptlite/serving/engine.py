@@ -11,7 +11,8 @@ from gptlite.config import require
 from gptlite.models.gpt import GPT
 from gptlite.progress import log, sentence_of
 from gptlite.runtime import free_memory
-from gptlite.serving.batch import CALL_SECONDS, TOKENS_PER_READ, Batch, Reading
+from gptlite.serving import batch
+from gptlite.serving.batch import Batch, Reading
 from gptlite.serving.text import ServedText, TextScores
 
 # The share of the free memory that caches may take.
@@ -140,7 +141,7 @@ class Engine:
             if text.cancelled:
                 self._leave(text)
         start = time.monotonic()
-        while self._read() and time.monotonic() < start + CALL_SECONDS:
+        while self._read() and time.monotonic() < start + batch.CALL_SECONDS:
             pass
         if self._batch.texts:
             for text, ids, scores in self._batch.step():
@@ -163,7 +164,7 @@ class Engine:
                 return False
             for text in texts:
                 self._begun[text] = time.monotonic()
-            if len(texts[0].ids) <= TOKENS_PER_READ:
+            if len(texts[0].ids) <= batch.TOKENS_PER_READ:
                 for text, scores in zip(texts, self._batch.read(texts), strict=True):
                     self._read_to_end(text, scores)
                 return True
@@ -195,7 +196,7 @@ class Engine:
                 final = max(final, _final(text))
                 n_active = len(self._begun) + count
                 longest = max(longest, tokens)
-                if texts and count * longest > TOKENS_PER_READ:
+                if texts and count * longest > batch.TOKENS_PER_READ:
                     break
                 if n_active > self.max_rows or (
                     n_active > 1 and self._batch.memory(n_active, final) > self._memory

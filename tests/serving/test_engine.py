@@ -140,7 +140,6 @@ def test_a_seed_gives_the_texts_of_its_numbers(start):
 
 def test_long_prompts_are_read_between_the_tokens_of_others(start, monkeypatch):
     monkeypatch.setattr("gptlite.serving.batch.TOKENS_PER_READ", 16)
-    monkeypatch.setattr("gptlite.serving.engine.TOKENS_PER_READ", 16)
     model = tiny_model(context_length=72)
     engine = start(model)
     random = np.random.default_rng(0)
