@@ -276,7 +276,8 @@ class Batch:
                 self._rows[place] = text
             self._insert(state, [row for row, _ in sources], free[: len(joining)], fresh=True)
         elif (1, rows, capacity) == (len(joining), len(state.ids), self._capacity_of(state)):
-            self._state, self._rows, self._capacity = state, [*joining], capacity
+            self._state, self._capacity = state, capacity
+            self._rows = [*joining]
             self._settings = None
         else:
             self._take_rows(state, [row for row, _ in sources], joining, rows, capacity)

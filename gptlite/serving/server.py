@@ -68,10 +68,9 @@ def open_socket(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def run_server(app: ASGIApp, listening: socket.socket) -> None:
-    """Answer requests until SIGTERM or Ctrl-C. Then no new connection is taken, and what is
-    running has `GRACE_SECONDS`."""
-    config = uvicorn.Config(
+def server_config(app: ASGIApp) -> uvicorn.Config:
+    """How uvicorn is to serve `app`."""
+    return uvicorn.Config(
         app,
         http=TimedProtocol,
         ws="none",
@@ -83,7 +82,12 @@ def run_server(app: ASGIApp, listening: socket.socket) -> None:
         limit_concurrency=MAX_CONNECTIONS,
         timeout_graceful_shutdown=GRACE_SECONDS,
     )
+
+
+def run_server(app: ASGIApp, listening: socket.socket) -> None:
+    """Answer requests until SIGTERM or Ctrl-C. Then no new connection is taken, and what is
+    running has `GRACE_SECONDS`."""
     # uvicorn raises the signal again when it has ended. Then the program ends by itself.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    uvicorn.Server(config).run(sockets=[listening])
+    uvicorn.Server(server_config(app)).run(sockets=[listening])
