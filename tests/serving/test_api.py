@@ -5,6 +5,7 @@ import json
 import re
 import socket
 import time
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TINY, tiny_model
+from servers import NAME, TOKENIZER, serving
 
 from gptlite.config import SamplingConfig
 from gptlite.generation.generate import generate
@@ -19,10 +21,14 @@ from gptlite.serving import app as app_module, server as server_module
 from gptlite.serving.text import shown
 from gptlite.text.tokenizer import ByteTokenizer, decode
 
-from .conftest import NAME, TOKENIZER, running, serve_tiny
-
 openai = pytest.importorskip("openai")
 C = TINY.context_length
+
+
+@pytest.fixture(name="address", scope="module")
+def fixture_address():
+    with serving() as address:
+        yield address
 
 
 @pytest.fixture(name="client", scope="module")
@@ -159,7 +165,7 @@ def test_an_echoed_prompt_is_scored(client, new, stream):
         np.testing.assert_allclose(list(best[place].values()), row[[first, second]], atol=1e-4)
 
 
-def test_an_empty_prompt_begins_a_new_text(start_server):
+def test_an_empty_prompt_begins_a_new_text(address):
     """After the token that ends a text, if there is one."""
 
     class Ended(ByteTokenizer):
@@ -167,9 +173,9 @@ def test_an_empty_prompt_begins_a_new_text(start_server):
 
     model = tiny_model()
     with pytest.raises(openai.BadRequestError, match="at least one character"):
-        ask(start_server().url, prompt="")
-    address = start_server(model=model, tokenizer=Ended())
-    answer = ask(address.url, prompt="", max_tokens=5, echo=True, logprobs=1, seed=0)
+        ask(address.url, prompt="")
+    with serving(model, tokenizer=Ended()) as other:
+        answer = ask(other.url, prompt="", max_tokens=5, echo=True, logprobs=1, seed=0)
     key = jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), 0)[None]
     wanted = np.asarray(generate(model, jnp.asarray([[10]]), 5, keys=key)[0]).tolist()
     ends = wanted.index(10) if 10 in wanted else 5
@@ -178,7 +184,7 @@ def test_an_empty_prompt_begins_a_new_text(start_server):
     assert answer.usage.prompt_tokens == 1
 
 
-def ask(url, **words):
+def ask(url, **words) -> Any:
     with openai.OpenAI(base_url=url, api_key="secret", max_retries=0) as client:
         answer = client.completions.create(**({"model": NAME, "prompt": "a"} | words))
         return list(answer) if words.get("stream") else answer
@@ -244,7 +250,9 @@ def test_a_bad_request_is_refused_with_a_sentence(address, words, sentence):
     assert len(answer["error"]["message"]) < 600
 
 
-def post(address, body, path="/v1/completions", method="POST", **headers):
+def post(
+    address, body, path="/v1/completions", method="POST", **headers
+) -> tuple[int, Any, http.client.HTTPMessage]:
     """Status, JSON and headers of the answer."""
     connection = http.client.HTTPConnection("127.0.0.1", address.port, timeout=30)
     given = {"Content-Type": "application/json"}
@@ -334,31 +342,30 @@ def test_a_client_that_goes_away_frees_its_rows(address, stream):
     address.wait_until_idle()
 
 
-def test_a_full_queue_says_when_to_come_again(start_server):
-    address = start_server(max_rows=1, max_waiting=2)
+def test_a_full_queue_says_when_to_come_again():
     body = {"model": NAME, "prompt": "a", "max_tokens": 100_000}
-    connections = []
-    for n in (1, 2):
-        connection = http.client.HTTPConnection("127.0.0.1", address.port, timeout=30)
-        content = json.dumps(body | {"n": n})
-        connection.request("POST", "/v1/completions", content, {"Content-Type": "application/json"})
-        connections.append(connection)
-        while not (address.engine.n_active and address.engine.n_waiting == n - n % 2):
-            time.sleep(0.001)
-    status, answer, headers = post(address, json.dumps(body))
-    assert status == 429
-    assert answer["error"]["code"] == "rate_limit_exceeded"
-    assert int(headers["Retry-After"]) >= 1
-    _, health, _ = post(address, None, "/health", "GET")
-    assert health == {"status": "ok", "active": 1, "waiting": 2}
-    for connection in connections:
-        connection.close()
-    address.wait_until_idle()
-    assert ask(address.url, max_tokens=3).choices[0].text
+    given = {"Content-Type": "application/json"}
+    with serving(max_rows=1, max_waiting=2) as address:
+        connections = []
+        for n, waiting in ((1, 0), (2, 2)):
+            connection = http.client.HTTPConnection("127.0.0.1", address.port, timeout=30)
+            connection.request("POST", "/v1/completions", json.dumps(body | {"n": n}), given)
+            connections.append(connection)
+            while not (address.engine.n_active and address.engine.n_waiting == waiting):
+                time.sleep(0.001)
+        status, answer, headers = post(address, json.dumps(body))
+        assert status == 429
+        assert answer["error"]["code"] == "rate_limit_exceeded"
+        assert int(headers["Retry-After"]) >= 1
+        _, health, _ = post(address, None, "/health", "GET")
+        assert health == {"status": "ok", "active": 1, "waiting": 2}
+        for connection in connections:
+            connection.close()
+        address.wait_until_idle()
+        assert ask(address.url, max_tokens=3).choices[0].text
 
 
-def test_a_failure_of_the_engine_says_nothing_of_the_machine(start_server, monkeypatch, capsys):
-    address = start_server()
+def test_a_failure_of_the_engine_says_nothing_of_the_machine(address, monkeypatch, capsys):
     step = address.engine._batch.step
 
     def fail():
@@ -383,11 +390,11 @@ def test_a_host_of_another_name_is_refused(address):
     assert post(address, None, "/v1/models", "GET", Host="127.0.0.1:8000")[0] == 200
 
 
-def test_answers_tell_browsers_to_keep_out(address, engine):
+def test_answers_tell_browsers_to_keep_out(address):
     _, _, headers = post(address, None, "/v1/models", "GET", Origin="http://evil.example")
     assert headers["X-Content-Type-Options"] == "nosniff"
     assert "Access-Control-Allow-Origin" not in headers
-    with running(serve_tiny(engine), allow_origins=["http://page.example"]) as other:
+    with serving(allow_origins=["http://page.example"]) as other:
         allowed, refused = (
             post(other, None, "/v1/models", "GET", Origin=origin)[2]
             for origin in ("http://page.example", "http://evil.example")
@@ -396,8 +403,8 @@ def test_answers_tell_browsers_to_keep_out(address, engine):
     assert "Access-Control-Allow-Origin" not in refused
 
 
-def test_a_key_is_asked_for(engine):
-    with running(serve_tiny(engine), hosts=None, api_key="secret") as address:
+def test_a_key_is_asked_for():
+    with serving(hosts=None, api_key="secret") as address:
         assert ask(address.url, max_tokens=3).choices[0].text
         for header in ("", "Bearer", "Bearer wrong", "secret", "Bearer secretx", "Bearer \xe9"):
             status, answer, headers = post(

@@ -1,6 +1,7 @@
 """Chats, for models whose tokenizer has a template."""
 
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,14 +9,13 @@ import numpy as np
 import pytest
 import tokenizers
 from conftest import tiny_model
+from servers import NAME, serving
 
 from gptlite.config import UserError
 from gptlite.generation.generate import generate
 from gptlite.serving.chat import read_chat_template
 from gptlite.text.hf_tokenizer import HFTokenizer
 from gptlite.text.tokenizer import CharTokenizer, decode
-
-from .conftest import NAME
 
 openai = pytest.importorskip("openai")
 # Characters and two special tokens: 13 ids, as many as the tiny model has.
@@ -36,9 +36,9 @@ def fixture_tokenizer() -> HFTokenizer:
     return HFTokenizer(made.to_str(), end_ids=[12])
 
 
-def write(folder, template=TEMPLATE, **more):
+def write(folder, template: Any = TEMPLATE):
     record = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": template}
-    (folder / "tokenizer_config.json").write_text(json.dumps(record | more))
+    (folder / "tokenizer_config.json").write_text(json.dumps(record))
 
 
 def test_the_template_makes_ids_with_special_tokens(tokenizer, tmp_path):
@@ -86,18 +86,20 @@ def test_a_broken_template_is_refused(tokenizer, tmp_path):
         read_chat_template(tmp_path, tokenizer)
 
 
-def test_a_chat_is_answered(tokenizer, tmp_path, start_server):
+def test_a_chat_is_answered(tokenizer, tmp_path):
     write(tmp_path)
     model = tiny_model()
     chat = read_chat_template(tmp_path, tokenizer)
-    address = start_server(model=model, tokenizer=tokenizer, chat=chat)
     prompt = [11, 0, 1, 2, 12, 11]
     key = jax.random.fold_in(jax.random.key(1, impl="threefry2x32"), 0)[None]
     ids = np.asarray(generate(model, jnp.asarray([prompt]), 200, keys=key)[0])
     end = int(np.argmax(ids == 12))
     text = decode(tokenizer, ids[:end])
     asked = {"model": NAME, "messages": [{"role": "user", "content": "abc"}], "seed": 1}
-    with openai.OpenAI(base_url=address.url, api_key="none", max_retries=0) as client:
+    with (
+        serving(model, tokenizer=tokenizer, chat=chat) as address,
+        openai.OpenAI(base_url=address.url, api_key="none", max_retries=0) as client,
+    ):
         create = client.chat.completions.create
         answer = create(**asked, max_tokens=200, logprobs=True, top_logprobs=2)
         (choice,) = answer.choices

@@ -9,16 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TINY, VOCAB, tiny_model
+from servers import TOKENIZER
 
 from gptlite.config import SamplingConfig, UserError
 from gptlite.generation.generate import generate
 from gptlite.serving.engine import Engine, QueueFullError
 from gptlite.serving.text import ServedText
-from gptlite.text.tokenizer import CharTokenizer, decode
+from gptlite.text.tokenizer import decode
 
 C = TINY.context_length
-TOKENIZER = CharTokenizer("abcdefghijklm")
-assert TOKENIZER.vocab_size == VOCAB
 
 
 class Client:

@@ -9,17 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TINY, tiny_model
+from servers import NAME, TOKENIZER, serving
 
 from gptlite.text.hf_tokenizer import to_hf_tokenizer
-
-from .conftest import NAME, TOKENIZER
 
 lm_eval = pytest.importorskip("lm_eval")
 transformers = pytest.importorskip("transformers")
 CHOICES = ["ab", "cde", "f"]
 
 
-def test_the_harness_measures_what_the_model_says(start_server, tmp_path, monkeypatch):
+def test_the_harness_measures_what_the_model_says(tmp_path, monkeypatch):
     """Its accuracy, and each of its log probabilities, against those of the model called
     directly."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -51,21 +50,21 @@ def test_the_harness_measures_what_the_model_says(start_server, tmp_path, monkey
         "target_delimiter": "",
         "metric_list": [{"metric": "acc"}],
     }
-    address = start_server()
-    result = lm_eval.simple_evaluate(
-        model="local-completions",
-        model_args={
-            "base_url": f"{address.url}/completions",
-            "model": NAME,
-            "tokenizer": str(folder),
-            "tokenizer_backend": "huggingface",
-            "num_concurrent": 4,
-            "max_length": TINY.context_length,
-            "batch_size": 2,
-        },
-        tasks=[task],
-        bootstrap_iters=0,
-    )
+    with serving() as address:
+        result = lm_eval.simple_evaluate(
+            model="local-completions",
+            model_args={
+                "base_url": f"{address.url}/completions",
+                "model": NAME,
+                "tokenizer": str(folder),
+                "tokenizer_backend": "huggingface",
+                "num_concurrent": 4,
+                "max_length": TINY.context_length,
+                "batch_size": 2,
+            },
+            tasks=[task],
+            bootstrap_iters=0,
+        )
     model, right = eqx.filter_jit(tiny_model()), 0
     for sample in result["samples"]["letters"]:
         question, gold = sample["doc"]["question"], sample["doc"]["gold"]

@@ -76,7 +76,7 @@ def test_serve_finishes_what_is_running_when_it_is_told_to_stop(folder):
             ask(port)
         assert stream.read().endswith(b"data: [DONE]\n\n")
         assert process.wait(30) == 0
-        assert process.stdout.read() == "stopped\n"
+        assert process.communicate()[0] == "stopped\n"
 
 
 def test_serve_gives_up_what_takes_too_long(folder):

@@ -1,0 +1,68 @@
+"""Servers of a tiny model, in threads."""
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from conftest import TINY, VOCAB, tiny_model
+
+from gptlite.models.gpt import GPT
+from gptlite.serving.app import Served, make_app
+from gptlite.serving.chat import ChatTemplate
+from gptlite.serving.engine import Engine
+from gptlite.serving.server import open_socket, server_config
+from gptlite.text.tokenizer import CharTokenizer, Tokenizer
+
+NAME = "tiny"
+TOKENIZER = CharTokenizer("abcdefghijklm")
+assert TOKENIZER.vocab_size == VOCAB
+
+
+@dataclasses.dataclass(frozen=True)
+class Address:
+    """Of a server."""
+
+    port: int
+    engine: Engine
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    def wait_until_idle(self) -> None:
+        """Until no text is read, generated or waiting."""
+        end = time.monotonic() + 60
+        while self.engine.n_active or self.engine.n_waiting:
+            assert time.monotonic() < end, "texts are left"
+            time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def serving(
+    model: GPT | None = None,
+    *,
+    max_rows: int = 8,
+    max_waiting: int = 100,
+    tokenizer: Tokenizer = TOKENIZER,
+    chat: ChatTemplate | None = None,
+    **options: Any,
+) -> Iterator[Address]:
+    """A server in a thread, until the end of the block. `options`: of `make_app`."""
+    engine = Engine(model or tiny_model(), max_rows=max_rows, max_waiting=max_waiting)
+    served = Served(NAME, 0, tokenizer, TINY.context_length, chat, engine)
+    given: dict[str, Any] = {"hosts": frozenset({"127.0.0.1"})}
+    app = make_app(served, **(given | options))
+    server = uvicorn.Server(server_config(app))
+    listening = open_socket("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, args=([listening],))
+    thread.start()
+    try:
+        yield Address(listening.getsockname()[1], engine)
+    finally:
+        server.should_exit = True
+        thread.join()
+        engine.close()
