@@ -39,7 +39,7 @@ def serve(arguments: ServeArguments, environment: Mapping[str, str]) -> None:
     asked = arguments.run or ""
     path = Path(asked.removeprefix("hf:")) if asked.startswith("hf:") else run.path
     name = path.resolve().name
-    served = serve_run(run, name, rows=arguments.rows, queue=arguments.queue)
+    served = serve_run(run, name, max_rows=arguments.rows, max_waiting=arguments.queue)
     host, port = listening.getsockname()[:2]
     address = f"[{host}]" if ":" in host else host
     app = make_app(

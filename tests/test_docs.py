@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT
 from soak.docs import PAGES, commands, shrink
 
-from gptlite.cli import parse_compare, parse_sample, parse_train
+from gptlite.cli import parse_compare, parse_sample, parse_serve, parse_train
 from gptlite.presets import PRESETS
 
 TEXTS = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
@@ -29,6 +29,8 @@ def test_a_command_is_run_by_ci_and_its_options_exist(command):
         parse_train(re.sub(r"--(init-from|model\.lora) \S+ ?", "", kept).split())
     if words[1] == "sample.py":
         parse_sample(words[2:])
+    if words[1] == "serve.py":
+        parse_serve(words[2:])
     if words[1] == "compare.py":
         parse_compare(words[2:])
 

@@ -270,10 +270,7 @@ class Form:
         return {
             "tokens": [token.text for token in tokens],
             "token_logprobs": [_finite(token.log_prob) for token in tokens],
-            "top_logprobs": [
-                {text: _finite(p) for text, p in token.best} if token.log_prob is not None else None
-                for token in tokens
-            ],
+            "top_logprobs": [_best(token) for token in tokens],
             "text_offset": [token.offset for token in tokens],
         }
 
@@ -322,6 +319,16 @@ class ChatForm(Form):
             "logprobs": {"content": content} if scored else None,
             "finish_reason": piece.finish_reason,
         }
+
+
+def _best(token: Token) -> dict[str, float | None] | None:
+    """The most probable tokens, and the token itself. Of two with the same text, the better one."""
+    if token.log_prob is None:
+        return None
+    found: dict[str, float | None] = {}
+    for text, log_prob in (*token.best, (token.text, token.log_prob)):
+        found.setdefault(text, _finite(log_prob))
+    return found
 
 
 def _finite(log_prob: float | None) -> float | None:

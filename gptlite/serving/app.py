@@ -5,7 +5,7 @@ import contextlib
 import hmac
 import json
 import os
-import threading
+import queue
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -73,25 +73,25 @@ class Served:
     engine: Engine
 
 
-def serve_run(run: Run, name: str, *, rows: int, queue: int) -> Served:
+def serve_run(run: Run, name: str, *, max_rows: int, max_waiting: int) -> Served:
     """Start an engine for the model of `run`, of which a first text is generated, so that the first
     client need not wait for the compiler.
 
     **Raises:** `UserError` if the model cannot be served.
     """
     chat = read_chat_template(run.path, run.tokenizer)
-    engine = Engine(run.model, max_rows=rows, max_waiting=queue)
+    engine = Engine(run.model, max_rows=max_rows, max_waiting=max_waiting)
     engine.check(1, 2)
-    ready = threading.Event()
+    ended: queue.SimpleQueue[str] = queue.SimpleQueue()
     text = ServedText(
         [0],
         run.tokenizer,
         sampling=SamplingConfig(),
         max_new_tokens=2,
-        deliver=lambda piece: ready.set() if piece.finish_reason else None,
+        deliver=lambda piece: ended.put(piece.finish_reason) if piece.finish_reason else None,
     )
     engine.submit([text])
-    ready.wait()
+    require(ended.get() != "error", "The model cannot generate a first text: see the error above.")
     return Served(
         name=name,
         created=int(run.path.stat().st_mtime),

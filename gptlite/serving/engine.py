@@ -96,9 +96,11 @@ class Engine:
 
     def cancel(self, texts: Sequence[ServedText]) -> None:
         """Give up these texts: their client has gone."""
-        for text in texts:
-            text.cancelled = True
         with self._changed:
+            for text in texts:
+                text.cancelled = True
+            kept = (deque(t for t in request if not t.cancelled) for request in self._waiting)
+            self._waiting = deque(request for request in kept if request)
             self._changed.notify()
 
     def close(self) -> None:
@@ -157,53 +159,56 @@ class Engine:
         self._seconds_per_text += (seconds - self._seconds_per_text) / 8
 
     def _read(self) -> bool:
-        """Read some prompts, or a part of a long one. Whether there was anything to read."""
-        if self._reading is None:
-            texts = self._admit()
-            if not texts:
-                return False
-            for text in texts:
-                self._begun[text] = time.monotonic()
-            if len(texts[0].ids) <= batch.TOKENS_PER_READ:
-                for text, scores in zip(texts, self._batch.read(texts), strict=True):
-                    self._read_to_end(text, scores)
-                return True
-            self._reading = Reading(texts[0])
-        if self._batch.read_on(self._reading):
-            reading, self._reading = self._reading, None
+        """Read some short prompts, and a part of a long one. Whether there was anything to read."""
+        texts, long = self._admit()
+        for text in (*texts, *long):
+            self._begun[text] = time.monotonic()
+        if texts:
+            for text, scores in zip(texts, self._batch.read(texts), strict=True):
+                self._read_to_end(text, scores)
+        if long:
+            self._reading = Reading(long[0])
+        reading = self._reading
+        if reading is not None and self._batch.read_on(reading):
+            self._reading = None
             self._read_to_end(reading.text, reading.all_scores())
-        return True
+        return bool(texts) or reading is not None
 
     def _read_to_end(self, text: ServedText, scores: TextScores | None) -> None:
         text.prompt_read(scores)
         if text.finished:
             self._leave(text)
 
-    def _admit(self) -> list[ServedText]:
-        """Texts whose prompts are read next: short ones together, or a single long one. Requests
-        take turns."""
+    def _admit(self) -> tuple[list[ServedText], list[ServedText]]:
+        """Texts whose prompts are read next: short ones together, and a long one if none is being
+        read. Requests take turns."""
         texts: list[ServedText] = []
+        long: list[ServedText] = []
+        passed: list[deque[ServedText]] = []
         longest = 0
-        final = max((_final(text) for text in self._begun), default=0)
+        final = max(map(_final, self._begun), default=0)
         with self._changed:
             while self._waiting:
                 text = self._waiting[0][0]
-                if text.cancelled:
-                    self._take()
+                is_long = len(text.ids) > batch.TOKENS_PER_READ
+                if is_long and (long or self._reading is not None):
+                    passed.append(self._waiting.popleft())
                     continue
-                count = len(texts) + 1
-                tokens = len(text.ids)
+                n_active = len(self._begun) + len(texts) + len(long) + 1
                 final = max(final, _final(text))
-                n_active = len(self._begun) + count
-                longest = max(longest, tokens)
-                if texts and count * longest > batch.TOKENS_PER_READ:
-                    break
                 if n_active > self.max_rows or (
                     n_active > 1 and self._batch.memory(n_active, final) > self._memory
                 ):
                     break
+                if is_long:
+                    long.append(self._take())
+                    continue
+                longest = max(longest, len(text.ids))
+                if texts and (len(texts) + 1) * longest > batch.TOKENS_PER_READ:
+                    break
                 texts.append(self._take())
-        return texts
+            self._waiting.extendleft(reversed(passed))
+        return texts, long
 
     def _take(self) -> ServedText:
         """The first text of the first request, which then goes to the end of the queue."""

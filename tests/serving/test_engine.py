@@ -26,6 +26,7 @@ class Client:
     def __init__(self, prompt, max_new_tokens=20, config=None, **words):
         self.pieces = []
         self.done = threading.Event()
+        self.ended = 0.0
         self.text = ServedText(
             prompt,
             TOKENIZER,
@@ -38,6 +39,7 @@ class Client:
     def deliver(self, piece):
         self.pieces.append(piece)
         if piece.finish_reason is not None:
+            self.ended = time.monotonic()
             self.done.set()
 
     @property
@@ -218,8 +220,37 @@ def test_requests_take_turns(start):
     engine.submit([client.text for client in first])
     engine.submit([second.text])
     assert second.result
-    assert not first[-1].done.is_set()
     assert first[-1].result
+    assert second.ended < first[2].ended
+
+
+def test_a_long_prompt_does_not_hold_up_short_ones(start, monkeypatch):
+    monkeypatch.setattr("gptlite.serving.batch.TOKENS_PER_READ", 16)
+    model = tiny_model(context_length=256)
+    engine = start(model)
+    long = [Client([1] * 256, 3, seed=i) for i in range(3)]
+    short = Client([2], 3)
+    engine.submit([client.text for client in long])
+    engine.submit([short.text])
+    assert short.result == alone(model, [2], 3)
+    assert [client.result for client in long] == [
+        alone(model, [1] * 256, 3, seed=i) for i in range(3)
+    ]
+    assert short.ended < long[1].ended
+
+
+def test_texts_that_are_given_up_leave_the_queue(start):
+    engine = start(max_rows=1, max_waiting=3)
+    first = Client([1], 10**6)
+    engine.submit([first.text])
+    while not engine.n_active:
+        time.sleep(0.01)
+    for _ in range(5):
+        waiting = [Client([1], 5).text for _ in range(3)]
+        engine.submit(waiting)
+        engine.cancel(waiting)
+        assert engine.n_waiting == 0
+    engine.cancel([first.text])
 
 
 def test_a_full_queue_refuses(start):

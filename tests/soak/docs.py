@@ -33,6 +33,10 @@ RULES: dict[str, str | None] = {
     'pip install -e ".[test]" && pytest': None,
     'pip install -e ".[bench]"': None,
     'pip install -e ".[tour]" && jupyter lab': None,
+    'pip install -e ".[serve]" && python serve.py': "--port 0",
+    'pip install -e ".[serve]" "transformers[serving]"': None,
+    "python benchmarks/serve.py": "--clients 1 2 --seconds 1 --rounds 1",
+    "python tests/soak/serve.py": "--requests 300",
     "python -m gptlite.research.check_block": "",
     "python train.py --resume runs/NAME": None,  # the next command, in general
     "python train.py --init-from": (
@@ -130,6 +134,8 @@ def shrink(command: str) -> str | None:
     if more is None:
         return None
     command = command.removeprefix("pip install -e . && ")
+    if command.endswith("python serve.py"):  # it must end as it is told to, with 0
+        command = f"python train.py {TRAIN} && timeout --preserve-status 30 python serve.py"
     command = command.replace("roneneldan/TinyStories", "./stories")
     command = command.replace("SmolLM2-135M/", "portable-hf/")
     if beginning == "python benchmarks/quality.py":
@@ -162,7 +168,8 @@ def make_files(folder: Path) -> None:
     (folder / "stories").mkdir()
     for split in ("train", "validation"):
         (folder / "stories" / f"{split}.jsonl").write_text(json.dumps({"text": TEXT}))
-    for name in ("train.py", "sample.py", "compare.py", "benchmarks", "examples", "tests"):
+    scripts = ("train.py", "sample.py", "serve.py", "compare.py")
+    for name in (*scripts, "benchmarks", "examples", "tests"):
         (folder / name).symlink_to(ROOT / name)
 
 
