@@ -18,14 +18,20 @@ def main() -> None:
 def serve(arguments: ServeArguments, environment: Mapping[str, str]) -> None:
     # Imported here, because --help should not wait for JAX.
     try:
+        from gptlite.serving.app import make_app, serve_run
         from gptlite.serving.server import is_loopback, open_socket, run_server
     except ImportError as error:
         raise UserError(f'{error}. serve.py needs: pip install -e ".[serve]"') from error
     from gptlite.runs.load import load_any
     from gptlite.runtime import set_up_jax
-    from gptlite.serving.app import make_app, serve_run
 
     api_key = arguments.api_key or environment.get("GPTLITE_API_KEY") or None
+    is_sendable = api_key is None or (api_key.isascii() and api_key.isprintable())
+    require(
+        is_sendable and (api_key is None or api_key == api_key.strip()),
+        "The API key must be printable ASCII characters, without spaces around them, as it is sent "
+        "in a header.",
+    )
     local = is_loopback(arguments.host)
     require(
         local or api_key is not None or arguments.without_key,
@@ -51,7 +57,7 @@ def serve(arguments: ServeArguments, environment: Mapping[str, str]) -> None:
     )
     log(f"serving {served.name} at http://{address}:{port}/v1 (Ctrl-C ends)")
     try:
-        run_server(app, listening)
+        run_server(app, listening, served.engine.stop)
     finally:
         served.engine.close()
     log("stopped")

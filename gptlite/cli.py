@@ -225,10 +225,6 @@ class ServeArguments:
 
     def __post_init__(self):
         check_fields("", self)
-        require(
-            self.api_key is None or (self.api_key.isascii() and self.api_key.isprintable()),
-            "api_key must be printable ASCII characters, as it is sent in a header.",
-        )
         require(self.api_key != "", "api_key must have at least one character.")
 
 

@@ -28,6 +28,7 @@ class Address:
 
     port: int
     engine: Engine
+    server: uvicorn.Server
 
     @property
     def url(self) -> str:
@@ -53,7 +54,7 @@ def serving(
 ) -> Iterator[Address]:
     """A server in a thread, until the end of the block. `options`: of `make_app`."""
     engine = Engine(model or tiny_model(), max_rows=max_rows, max_waiting=max_waiting)
-    served = Served(NAME, 0, tokenizer, TINY.context_length, chat, engine)
+    served = Served(NAME, 0, tokenizer, TINY.context_length, 4, chat, engine)
     given: dict[str, Any] = {"hosts": frozenset({"127.0.0.1"})}
     app = make_app(served, **(given | options))
     server = uvicorn.Server(server_config(app))
@@ -61,7 +62,7 @@ def serving(
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
     try:
-        yield Address(listening.getsockname()[1], engine)
+        yield Address(listening.getsockname()[1], engine, server)
     finally:
         server.should_exit = True
         thread.join()

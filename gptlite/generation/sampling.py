@@ -98,9 +98,10 @@ def candidates(
         is_ranked = (top_k < vocab) | (top_p <= 1)
         # The few do not tell the mass of more than them.
         more = is_ranked & (top_k > few) & ((top_k < vocab) | (kept == few))
-        _, last, last_id = lax.cond(
-            jnp.any(more), lambda: rank(vocab), lambda: (kept, last, last_id)
-        )
+        few_best = kept, last, last_id
+        found = lax.cond(jnp.any(more), lambda: rank(vocab), lambda: few_best)
+        # Sums of more tokens round differently, so that a row keeps to what it would use alone.
+        _, last, last_id = (jnp.where(more, x, y) for x, y in zip(found, few_best, strict=True))
         last = jnp.where(is_ranked, last, -jnp.inf)
     keep = (logits > last) | ((logits == last) & (jnp.arange(vocab) <= last_id))
     keep &= logits >= jnp.log(min_p)

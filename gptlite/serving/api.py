@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 
 from gptlite.config import MAX_INT32, Between, SamplingConfig, UserError, check_fields, require
 from gptlite.generation.generate import N_BEST
-from gptlite.serving.text import Piece, ServedText, Token
+from gptlite.serving.text import Piece, ServedText, Token, shown
 from gptlite.text.tokenizer import Ids, Tokenizer, as_ids, decode
 
 # Bytes of a request.
@@ -22,6 +22,8 @@ MAX_BODY = 2**22
 # Texts that one request may ask for.
 MAX_TEXTS = 128
 MAX_NEW_TOKENS = 2**17
+# Numbers that an answer may have: a token counts one, and one for each rival that is reported.
+MAX_NUMBERS = 2**19
 MAX_STOPS, MAX_STOP = 16, 1000
 # Characters of an error message.
 MAX_MESSAGE = 500
@@ -144,17 +146,32 @@ class Chat(Knobs):
         super().__post_init__()
         require(
             bool(self.messages) and all(map(_is_message, self.messages)),
-            "messages must be a list of objects with a role and a content, both strings, got "
+            "messages must be a list of objects with a role and a content, both texts, got "
             f"{self.messages!r}.",
         )
-        for message in self.messages:
-            check_text("messages", message["content"])
+
+    @property
+    def turns(self) -> list[dict[str, str]]:
+        """The role and the text of each message."""
+        return [{"role": x["role"], "content": _text_of(x["content"])} for x in self.messages]
 
 
 def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(
-        isinstance(message.get(name), str) for name in ("role", "content")
+    return (
+        isinstance(message, dict)
+        and isinstance(message.get("role"), str)
+        and _text_of(message.get("content")) is not None
     )
+
+
+def _text_of(content: Any) -> Any:
+    """The text of a message, which may be given in parts; None if it is no text."""
+    if isinstance(content, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        for part in content
+    ):
+        return "".join(part["text"] for part in content)
+    return content if isinstance(content, str) else None
 
 
 T = TypeVar("T", bound=Knobs)
@@ -207,13 +224,20 @@ class Prompt:
         return decode(tokenizer, self.ids) if self.text is None else self.text
 
 
-def read_prompt(tokenizer: Tokenizer, prompt: Any) -> Prompt:
+def read_prompt(tokenizer: Tokenizer, prompt: Any, most: int) -> Prompt:
     """A prompt of a `Completion`. Before a text come the tokenizer's `start_ids`; an empty text
     without these is read after the token that ends a text, as if a new one began.
 
-    **Raises:** `UserError` if it is neither a text nor ids, or is not in the vocabulary.
+    `most`: the characters of a text that may fit into the context. One with more is not encoded.
+
+    **Raises:** `UserError` if it has more, is neither a text nor ids, or is not in the vocabulary.
     """
     if isinstance(prompt, str):
+        require(
+            len(prompt) <= most,
+            f"A prompt that fits into the context has at most {most:,} characters, got "
+            f"{len(prompt):,}.",
+        )
         check_text("prompt", prompt)
         start = list(tokenizer.start_ids)
         if not prompt and not start:
@@ -268,7 +292,7 @@ class Form:
     @staticmethod
     def _logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
         return {
-            "tokens": [token.text for token in tokens],
+            "tokens": [shown(token.content) for token in tokens],
             "token_logprobs": [_finite(token.log_prob) for token in tokens],
             "top_logprobs": [_best(token) for token in tokens],
             "text_offset": [token.offset for token in tokens],
@@ -299,18 +323,18 @@ class ChatForm(Form):
     prefix = "chatcmpl"
     whole, chunk = "chat.completion", "chat.completion.chunk"
 
+    def __init__(self, model: str, n_prompt: int):
+        super().__init__(model, n_prompt)
+        self._begun: set[int] = set()
+
     def choice(self, index: int, piece: Piece, *, scored: bool, streamed: bool) -> dict[str, Any]:
-        message = {"role": "assistant", "content": piece.text}
+        message = {"content": piece.text}
+        if index not in self._begun:  # clients join what the parts of a stream say
+            message = {"role": "assistant"} | message
+            self._begun.add(index)
         content = [
-            {
-                "token": token.text,
-                "logprob": _finite(token.log_prob),
-                "bytes": list(token.text.encode()),
-                "top_logprobs": [
-                    {"token": text, "logprob": _finite(p), "bytes": list(text.encode())}
-                    for text, p in token.best
-                ],
-            }
+            _chat_token(token.content, token.log_prob)
+            | {"top_logprobs": [_chat_token(*rival) for rival in token.best]}
             for token in piece.tokens
         ]
         return {
@@ -321,13 +345,17 @@ class ChatForm(Form):
         }
 
 
+def _chat_token(content: bytes, log_prob: float | None) -> dict[str, Any]:
+    return {"token": shown(content), "logprob": _finite(log_prob), "bytes": list(content)}
+
+
 def _best(token: Token) -> dict[str, float | None] | None:
     """The most probable tokens, and the token itself. Of two with the same text, the better one."""
     if token.log_prob is None:
         return None
     found: dict[str, float | None] = {}
-    for text, log_prob in (*token.best, (token.text, token.log_prob)):
-        found.setdefault(text, _finite(log_prob))
+    for content, log_prob in (*token.best, (token.content, token.log_prob)):
+        found.setdefault(shown(content), _finite(log_prob))
     return found
 
 

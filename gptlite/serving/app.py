@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import anyio
 import anyio.to_thread
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -21,9 +22,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gptlite.config import MAX_INT32, SamplingConfig, UserError, require
+from gptlite.progress import log
 from gptlite.runs.load import Run
 from gptlite.serving.api import (
     MAX_BODY,
+    MAX_NUMBERS,
     MAX_TEXTS,
     ApiError,
     Chat,
@@ -48,6 +51,10 @@ CHAT_TOKENS = 512
 # Characters of a prompt that are encoded in another thread, because they take time.
 LONG_PROMPT = 10_000
 
+T = TypeVar("T")
+
+FAILED = "The server failed. Its log says why."
+
 # What browsers are told with each answer: to take nothing from it, and to show it in no frame.
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'; base-uri 'none'",
@@ -68,6 +75,8 @@ class Served:
     """When the model was made, in seconds since 1970."""
     tokenizer: Tokenizer
     context_length: int
+    longest_token: int
+    """Bytes of the longest token."""
     chat: ChatTemplate | None
     """None: there is no endpoint for chats."""
     engine: Engine
@@ -79,7 +88,11 @@ def serve_run(run: Run, name: str, *, max_rows: int, max_waiting: int) -> Served
 
     **Raises:** `UserError` if the model cannot be served.
     """
-    chat = read_chat_template(run.path, run.tokenizer)
+    try:
+        chat = read_chat_template(run.path, run.tokenizer)
+    except UserError as error:
+        log(f"there will be no endpoint for chats: {error}")
+        chat = None
     engine = Engine(run.model, max_rows=max_rows, max_waiting=max_waiting)
     engine.check(1, 2)
     ended: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -97,6 +110,9 @@ def serve_run(run: Run, name: str, *, max_rows: int, max_waiting: int) -> Served
         created=int(run.path.stat().st_mtime),
         tokenizer=run.tokenizer,
         context_length=run.config.model.context_length,
+        longest_token=max(
+            len(run.tokenizer.token_bytes(i)) for i in range(run.tokenizer.vocab_size)
+        ),
         chat=chat,
         engine=engine,
     )
@@ -138,15 +154,19 @@ def make_app(
                 *([cors] if allow_origins else []),
                 Middleware(RequireKey, api_key=api_key),
             ],
-            exception_handlers={ApiError: _api_error, HTTPException: _http_error},
+            exception_handlers={
+                ApiError: _api_error,
+                HTTPException: _http_error,
+                ClientDisconnect: _gone,
+                Exception: _unexpected,
+            },
         ),
         hosts,
     )
 
 
 class Guard:
-    """Answers only to its own names, with `HEADERS`, and says nothing of unexpected errors but that
-    there was one."""
+    """Answers only to its own names, with `HEADERS`."""
 
     def __init__(self, app: ASGIApp, hosts: frozenset[str] | None):
         self._app, self._hosts = app, hosts
@@ -155,12 +175,9 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started = False
 
         async def send_with_headers(message: Message) -> None:
-            nonlocal started
             if message["type"] == "http.response.start":
-                started = True
                 more = [(k.lower().encode(), v.encode()) for k, v in HEADERS.items()]
                 message = {**message, "headers": [*message.get("headers", ()), *more]}
             await send(message)
@@ -170,15 +187,7 @@ class Guard:
         if self._hosts is not None and host not in self._hosts:
             names = ", ".join(sorted(self._hosts))
             app = _answer(ApiError(403, f"The Host header must name {names}, got {host!r}."))
-        try:
-            await app(scope, receive, send_with_headers)
-        except (ClientDisconnect, TimeoutError):
-            return  # nobody reads the answer
-        except Exception:
-            if not started:
-                error = ApiError(500, "The server failed. Its log says why.")
-                await _answer(error)(scope, receive, send_with_headers)
-            raise
+        await app(scope, receive, send_with_headers)
 
 
 class RequireKey:
@@ -202,6 +211,14 @@ class RequireKey:
 class _Endpoints:
     def __init__(self, served: Served):
         self._served = served
+        # One text at a time, so that long ones leave time for all else.
+        self._encoding = anyio.CapacityLimiter(1)
+
+    async def _off_loop(self, is_long: bool, work: Callable[[], T]) -> T:
+        """`work()`, in another thread if it takes long."""
+        if not is_long:
+            return work()
+        return await anyio.to_thread.run_sync(work, limiter=self._encoding)
 
     async def health(self, request: Request) -> Response:
         engine = self._served.engine
@@ -240,9 +257,10 @@ class _Endpoints:
                 f"with n {asked.n}.",
             )
             tokenizer = self._served.tokenizer
-            prompts = await _off_loop(
+            most = self._served.context_length * self._served.longest_token
+            prompts = await self._off_loop(
                 len(str(asked.prompt)) > LONG_PROMPT,
-                lambda: [read_prompt(tokenizer, prompt) for prompt in asked.prompts],
+                lambda: [read_prompt(tokenizer, prompt, most) for prompt in asked.prompts],
             )
         form = Form(self._served.name, sum(len(prompt.ids) for prompt in prompts))
         echoes = [prompt.shown(tokenizer) if asked.echo else None for prompt in prompts]
@@ -256,7 +274,7 @@ class _Endpoints:
         with _bad_request():
             asked = parse(Chat, await _body(request))
             self._check_model(asked.model)
-            ids = await _off_loop(True, lambda: template.encode(asked.messages))
+            ids = await self._off_loop(True, lambda: template.encode(asked.turns))
         n_best = (asked.top_logprobs or 0) if asked.logprobs else None
         most = asked.max_completion_tokens or asked.max_tokens or CHAT_TOKENS
         form = ChatForm(self._served.name, len(ids))
@@ -282,6 +300,15 @@ class _Endpoints:
         with _bad_request():
             for prompt in prompts:
                 engine.check(len(prompt.ids), max_new_tokens)
+            echoed = sum(len(p.ids) for p, echo in zip(prompts, echoes, strict=True) if echo)
+            n_tokens = asked.n * (len(prompts) * max_new_tokens + echoed)
+            numbers = n_tokens * (1 if n_best is None else 1 + n_best)
+            require(
+                numbers <= MAX_NUMBERS,
+                f"The answer would have up to {n_tokens:,} tokens, which with their log "
+                f"probabilities are {numbers:,} numbers, and may have {MAX_NUMBERS:,}: ask for "
+                "fewer at once.",
+            )
             texts = [
                 ServedText(
                     prompt.ids.tolist(),
@@ -300,14 +327,15 @@ class _Endpoints:
                 for number in range(asked.n)
             ]
         try:
-            engine.submit(texts)
+            with _bad_request():
+                engine.submit(texts)
         except QueueFullError as error:
             raise ApiError(
                 429, str(error), "rate_limit_exceeded", Retry_After=str(error.retry_after)
             ) from error
         scored = n_best is not None
         if asked.stream:
-            chunks = _chunks(form, mailbox, texts, scored, asked.include_usage)
+            chunks = _chunks(form, mailbox, texts, scored, asked.include_usage, engine)
             return EventStream(chunks, lambda: engine.cancel(texts))
         try:
             pieces = await _unless_gone(request.receive, mailbox.all_pieces())
@@ -315,7 +343,7 @@ class _Endpoints:
             engine.cancel(texts)
             raise
         if any(piece.finish_reason == "error" for piece in pieces):
-            raise ApiError(500, "The server failed. Its log says why.")
+            raise _failure(engine)
         return JSONResponse(form.answer(texts, pieces, scored=scored))
 
 
@@ -374,13 +402,14 @@ async def _chunks(
     texts: Sequence[ServedText],
     scored: bool,
     include_usage: bool,
+    engine: Engine,
 ) -> AsyncIterator[str]:
     async for index, piece in mailbox.pieces():
         if piece.finish_reason == "error":
-            yield json.dumps(ApiError(500, "The server failed. Its log says why.").body())
+            yield json.dumps(_failure(engine).body())
             return
         choice = form.choice(index, piece, scored=scored, streamed=True)
-        yield json.dumps(form.part([choice]), ensure_ascii=False)
+        yield json.dumps(form.part([choice]))  # ASCII: some clients split lines at U+2028
     if include_usage:
         yield json.dumps(form.part([], usage=form.usage(texts)))
     yield "[DONE]"
@@ -398,7 +427,8 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await _unless_gone(receive, self._send(send))
+            with contextlib.suppress(ClientDisconnect, TimeoutError):  # nobody reads on
+                await _unless_gone(receive, self._send(send))
         finally:
             self._cancel()
 
@@ -410,9 +440,6 @@ class EventStream(Response):
             async with asyncio.timeout(SEND_SECONDS):  # a client may not read
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
-
-
-T = TypeVar("T")
 
 
 async def _unless_gone(receive: Receive, work: Awaitable[T]) -> T:
@@ -434,11 +461,6 @@ async def _unless_gone(receive: Receive, work: Awaitable[T]) -> T:
     finally:
         working.cancel()
         gone.cancel()
-
-
-async def _off_loop(is_long: bool, work: Callable[[], T]) -> T:
-    """`work()`, in another thread if it takes long."""
-    return await anyio.to_thread.run_sync(work) if is_long else work()
 
 
 async def _body(request: Request) -> bytes:
@@ -472,6 +494,11 @@ def _bad_request():
         raise ApiError(400, str(error)) from error
 
 
+def _failure(engine: Engine) -> ApiError:
+    """Why a text was not finished."""
+    return ApiError(503, "The server was stopped.") if engine.closed else ApiError(500, FAILED)
+
+
 def _answer(error: ApiError) -> Response:
     return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
 
@@ -479,6 +506,15 @@ def _answer(error: ApiError) -> Response:
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return _answer(error)
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    """The error itself goes to the log."""
+    return _answer(ApiError(500, FAILED))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

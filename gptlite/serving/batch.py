@@ -123,12 +123,12 @@ class Batch:
         found: dict[ServedText, TextScores | None] = {}
         for group in _groups(list(by_prompt), self.context):
             readers = [by_prompt[prompt] for prompt in group]
-            scored = any(text.scored for some in readers for text in some)
+            scored = any(text.prompt_scored for some in readers for text in some)
             state, scores = self._read_group(group, scored)
             for place, some in enumerate(readers):
                 for text in some:
                     ids = len(text.ids)
-                    found[text] = _scores_of(scores, place, ids) if text.scored else None
+                    found[text] = _scores_of(scores, place, ids) if text.prompt_scored else None
             self._join(state, [[x for x in some if x.max_new_tokens] for some in readers])
         return [found[text] for text in texts]
 
@@ -138,7 +138,7 @@ class Batch:
         text = reading.text
         part = text.ids[reading.done : reading.done + TOKENS_PER_READ]
         reading.state, scores = self._read_rows(
-            [part], reading.state, reading.done, text.scored, len(text.ids)
+            [part], reading.state, reading.done, text.prompt_scored, len(text.ids)
         )
         if scores is not None:
             reading.scores.append(_scores_of(scores, 0, len(part)))
@@ -160,7 +160,8 @@ class Batch:
         wanted = np.array(
             [text.max_new_tokens - n if text else 0 for text, n in zip(texts, done, strict=True)]
         )
-        room = self._capacity - lengths
+        # The capacity may be above the context, as a multiple of what is read at once.
+        room = min(self._capacity, self.context) - lengths
         # A text that ends before its row is full may be written beyond it: nothing reads that.
         bounds = room[wanted > room].tolist()
         # The first token is shown soon, unless texts begin all the time.
@@ -395,8 +396,9 @@ class _Programs:
             places keep their logits."""
 
             def put(old: Array, new: Array) -> Array:
-                inside = (slice(0, n) for n in new.shape[1:])
-                return old.at[(places, *inside)].set(new, mode="drop")
+                sizes = zip(new.shape[1:], old.shape[1:], strict=True)
+                inside = tuple(slice(0, min(pair)) for pair in sizes)
+                return old.at[(places, *inside)].set(new[(slice(None), *inside)], mode="drop")
 
             logits = put(state.logits, new.logits) if fresh else state.logits
             layers = jax.tree.map(put, state.layers, new.layers)

@@ -1,5 +1,6 @@
 """The chat template of a model in Hugging Face's format."""
 
+import datetime
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import tokenizers
 
 from gptlite.config import UserError
 from gptlite.files import read_bounded, read_json
+from gptlite.serving.api import check_text
 from gptlite.text.hf_tokenizer import HFTokenizer
 from gptlite.text.tokenizer import Tokenizer
 
@@ -28,7 +30,7 @@ class ChatTemplate:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
-        environment.globals |= {"raise_exception": _raise, **special}
+        environment.globals |= {"raise_exception": _raise, "strftime_now": _now, **special}
         try:
             self._template = environment.from_string(template)
         except jinja2.TemplateError as error:
@@ -47,6 +49,7 @@ class ChatTemplate:
             text = self._template.render(messages=messages, add_generation_prompt=True)
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise UserError(f"The chat template refuses these messages: {error}.") from error
+        check_text("messages", text)
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
 
@@ -56,10 +59,10 @@ def read_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | Non
     **Raises:** `UserError` if it cannot be read.
     """
     settings, file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
-    if not isinstance(tokenizer, HFTokenizer) or not settings.exists():
+    if not isinstance(tokenizer, HFTokenizer):
         return None
     try:
-        record = read_json(settings.resolve())
+        record = read_json(settings.resolve()) if settings.exists() else {}
         template = record.get("chat_template")
         if file.exists():
             template = read_bounded(file.resolve(), MAX_TEMPLATE).decode("utf-8")
@@ -77,6 +80,10 @@ def read_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | Non
     }
     texts = {name: value for name, value in special.items() if isinstance(value, str)}
     return ChatTemplate(template, tokenizer, texts)
+
+
+def _now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
 
 
 def _raise(message: str) -> None:

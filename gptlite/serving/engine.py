@@ -15,6 +15,7 @@ from gptlite.serving import batch
 from gptlite.serving.batch import Batch, Reading
 from gptlite.serving.text import ServedText, TextScores
 
+CLOSE_SECONDS = 30
 # The share of the free memory that caches may take.
 SHARE_OF_MEMORY = 0.8
 
@@ -81,14 +82,26 @@ class Engine:
             "fewer with max_tokens.",
         )
 
+    @property
+    def closed(self) -> bool:
+        """Whether it has been stopped."""
+        return self._closed
+
     def submit(self, texts: Sequence[ServedText]) -> None:
         """Put the texts of one request into the queue.
 
-        **Raises:** `QueueFullError` if there is no room for all of them.
+        **Raises:** `UserError` if there can never be room for all of them, `QueueFullError` if
+        there is none now.
         """
+        most = self.max_rows + self.max_waiting
+        require(
+            len(texts) <= most,
+            f"A request to this server may ask for at most {most} texts, got {len(texts)}.",
+        )
         with self._changed:
             waiting = sum(map(len, self._waiting))
-            if self._closed or waiting + len(texts) > self.max_waiting:
+            free = max(0, self.max_rows - len(self._begun))
+            if self._closed or waiting + len(texts) > self.max_waiting + free:
                 turns = 1 + waiting / self.max_rows
                 raise QueueFullError(max(1, round(turns * self._seconds_per_text)))
             self._waiting.append(deque(texts))
@@ -103,12 +116,17 @@ class Engine:
             self._waiting = deque(request for request in kept if request)
             self._changed.notify()
 
-    def close(self) -> None:
-        """End the thread. Texts that are not finished fail."""
+    def stop(self) -> None:
+        """Let the thread end soon. Texts that are not finished fail."""
         with self._changed:
             self._closed = True
             self._changed.notify()
-        self._thread.join()
+
+    def close(self) -> None:
+        """`stop`, and wait until the thread has ended. A compilation may take long: that is not
+        waited for."""
+        self.stop()
+        self._thread.join(CLOSE_SECONDS)
 
     def _run(self) -> None:
         while True:
@@ -161,8 +179,6 @@ class Engine:
     def _read(self) -> bool:
         """Read some short prompts, and a part of a long one. Whether there was anything to read."""
         texts, long = self._admit()
-        for text in (*texts, *long):
-            self._begun[text] = time.monotonic()
         if texts:
             for text, scores in zip(texts, self._batch.read(texts), strict=True):
                 self._read_to_end(text, scores)
@@ -184,38 +200,38 @@ class Engine:
         read. Requests take turns."""
         texts: list[ServedText] = []
         long: list[ServedText] = []
-        passed: list[deque[ServedText]] = []
-        longest = 0
+        longest = place = 0
         final = max(map(_final, self._begun), default=0)
         with self._changed:
-            while self._waiting:
-                text = self._waiting[0][0]
+            while place < len(self._waiting):
+                text = self._waiting[place][0]
                 is_long = len(text.ids) > batch.TOKENS_PER_READ
                 if is_long and (long or self._reading is not None):
-                    passed.append(self._waiting.popleft())
+                    place += 1
                     continue
-                n_active = len(self._begun) + len(texts) + len(long) + 1
+                n_active = len(self._begun) + 1
                 final = max(final, _final(text))
                 if n_active > self.max_rows or (
                     n_active > 1 and self._batch.memory(n_active, final) > self._memory
                 ):
                     break
                 if is_long:
-                    long.append(self._take())
+                    long.append(self._take(place))
                     continue
                 longest = max(longest, len(text.ids))
                 if texts and (len(texts) + 1) * longest > batch.TOKENS_PER_READ:
                     break
-                texts.append(self._take())
-            self._waiting.extendleft(reversed(passed))
+                texts.append(self._take(place))
         return texts, long
 
-    def _take(self) -> ServedText:
-        """The first text of the first request, which then goes to the end of the queue."""
-        request = self._waiting.popleft()
+    def _take(self, place: int) -> ServedText:
+        """The first text of a request, which then goes to the end of the queue."""
+        request = self._waiting[place]
+        del self._waiting[place]
         text = request.popleft()
         if request:
             self._waiting.append(request)
+        self._begun[text] = time.monotonic()
         return text
 
 

@@ -4,6 +4,7 @@ import asyncio
 import ipaddress
 import signal
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import uvicorn
@@ -14,6 +15,8 @@ from gptlite.config import UserError
 
 # Seconds that running requests have when the server is told to stop.
 GRACE_SECONDS = 10
+# Seconds that the last answers have to be sent after that.
+SEND_SECONDS = 5
 # Seconds that a connection may be open without a whole head of a request.
 HEAD_SECONDS = 10
 MAX_CONNECTIONS = 512
@@ -24,23 +27,30 @@ HttpProtocol: Any = AutoHTTPProtocol
 
 
 class TimedProtocol(HttpProtocol):
-    """Closes connections that send no whole head of a request for `HEAD_SECONDS` to twice that.
-    uvicorn itself waits for them for ever."""
+    """Closes connections that are idle at two checks, `HEAD_SECONDS` apart: that send no whole head
+    of a request, or do not read what is left of an answer. uvicorn itself waits for ever."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._check(last=self)
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        super().connection_lost(exc)
+
     def _check(self, last: Any) -> None:
-        """`last`: the request that was the last one at the last check."""
-        cycle = self.cycle
-        idle = cycle is None or cycle.response_complete
+        """`last`: what was idle at the last check: a request that was answered, None before the
+        first one, or the transport if it was closing."""
+        cycle, now = self.cycle, self
         if self.transport.is_closing():
-            return
-        if idle and cycle is last:
-            self.transport.close()
-            return
-        asyncio.get_running_loop().call_later(HEAD_SECONDS, self._check, cycle if idle else self)
+            now = self.transport
+            if last is now:  # the client does not read what is left to send
+                self.transport.abort()
+        elif cycle is None or cycle.response_complete:
+            now = cycle
+            if last is now:
+                self.transport.close()
+        self._timer = asyncio.get_running_loop().call_later(HEAD_SECONDS, self._check, now)
 
 
 def is_loopback(host: str) -> bool:
@@ -80,14 +90,27 @@ def server_config(app: ASGIApp) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         limit_concurrency=MAX_CONNECTIONS,
-        timeout_graceful_shutdown=GRACE_SECONDS,
+        timeout_graceful_shutdown=GRACE_SECONDS + SEND_SECONDS,
     )
 
 
-def run_server(app: ASGIApp, listening: socket.socket) -> None:
+class Server(uvicorn.Server):
+    """Calls `give_up` when what is running at the end has had `GRACE_SECONDS`."""
+
+    def __init__(self, app: ASGIApp, give_up: Callable[[], None]):
+        super().__init__(server_config(app))
+        self._give_up = give_up
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        timer = asyncio.get_running_loop().call_later(GRACE_SECONDS, self._give_up)
+        await super().shutdown(sockets)
+        timer.cancel()
+
+
+def run_server(app: ASGIApp, listening: socket.socket, give_up: Callable[[], None]) -> None:
     """Answer requests until SIGTERM or Ctrl-C. Then no new connection is taken, and what is
-    running has `GRACE_SECONDS`."""
+    running has `GRACE_SECONDS` before `give_up` is called, which must end it."""
     # uvicorn raises the signal again when it has ended. Then the program ends by itself.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    uvicorn.Server(server_config(app)).run(sockets=[listening])
+    Server(app, give_up).run(sockets=[listening])

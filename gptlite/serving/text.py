@@ -28,12 +28,13 @@ class TextScores(NamedTuple):
 class Token:
     """A token with its log probability, in nats."""
 
-    text: str
+    content: bytes
+    """Its UTF-8, not always whole characters."""
     offset: int
     """Where its first character is in the text."""
     log_prob: float | None
     """None for the first token, which nothing predicts."""
-    best: list[tuple[str, float]]
+    best: list[tuple[bytes, float]]
     """The most probable tokens in its place, the best first."""
 
 
@@ -81,6 +82,7 @@ class ServedText:
         self.sampling = sampling
         self.max_new_tokens = max_new_tokens
         self.scored = n_best is not None
+        self.prompt_scored = self.scored and echo is not None
         self.deliver = deliver
         self.cancelled = False
         self.finished = False
@@ -141,7 +143,10 @@ class ServedText:
         elif self.n_generated >= self.max_new_tokens:
             reason, text = "length", text + self._stream.finish()
         self._n_shown += len(text)
-        n_whole = sum(token.offset < self._n_shown for token in self._tokens)
+        # A token may have no text. The last of a text that was not stopped belongs to it.
+        n_whole = len(self._tokens)
+        if reason != "length":
+            n_whole = sum(token.offset < self._n_shown for token in self._tokens)
         tokens, self._tokens = self._tokens[:n_whole], self._tokens[n_whole:]
         piece = Piece(text, tokens, reason)
         if reason is not None:
@@ -168,10 +173,10 @@ class ServedText:
             content = token_bytes(self._tokenizer, i)
             self._tokens.append(
                 Token(
-                    shown(content),
+                    content,
                     self._n_decoded,
                     float(scores.log_prob[place]),
-                    [(shown(token_bytes(self._tokenizer, j)), p) for j, p in best],
+                    [(token_bytes(self._tokenizer, j), p) for j, p in best],
                 )
             )
             self._n_decoded += len(self._decoder.decode(content))

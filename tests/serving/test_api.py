@@ -199,6 +199,9 @@ def test_bytes_that_are_no_characters_have_names():
 BAD = [
     ({"prompt": "xyz"}, "'x' .*not in the vocabulary"),
     ({"prompt": "a" * (C + 1)}, f"1 to {C} tokens .*got {C + 1}"),
+    ({"prompt": "a" * 100}, "at most 48 characters, got 100"),
+    ({"max_tokens": 131_072, "n": 5}, "up to 655,360 tokens"),
+    ({"max_tokens": 30_000, "logprobs": 20}, "are 630,000 numbers, and may have 524,288"),
     ({"prompt": []}, "1 to 128 texts, got 0 prompts"),
     ({"prompt": [[]]}, f"1 to {C} tokens .*got 0"),
     ({"prompt": [1, 13]}, r"from 0 to 12, got \[13\]"),
@@ -341,6 +344,40 @@ def test_a_client_that_goes_away_frees_its_rows(address, stream):
         connection.getresponse().read(10)
     connection.close()
     address.wait_until_idle()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_does_not_read_is_cut_off(stream, monkeypatch):
+    monkeypatch.setattr(app_module, "SEND_SECONDS", 0.2)
+    monkeypatch.setattr(server_module, "HEAD_SECONDS", 0.2)
+    body = {"model": NAME, "prompt": "a", "max_tokens": 5000, "n": 5, "logprobs": 20}
+    content = json.dumps(body | {"stream": stream}).encode()
+    with serving() as address, socket.socket() as silent:
+        silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        silent.connect(("127.0.0.1", address.port))
+        silent.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+            b"Content-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n%s" % (len(content), content)
+        )
+        while not address.engine.n_active:
+            time.sleep(0.001)
+        address.wait_until_idle()
+        end = time.monotonic() + 20
+        while address.server.server_state.connections:
+            assert time.monotonic() < end, "the connection is left"
+            time.sleep(0.01)
+
+
+def test_an_unexpected_error_is_an_error_object(address, monkeypatch):
+    def fail(*_):
+        raise ValueError("/home/someone/secret")
+
+    monkeypatch.setattr(app_module, "read_prompt", fail)
+    status, answer, headers = post(address, json.dumps({"model": NAME, "prompt": "a"}))
+    assert status == 500
+    assert answer["error"]["message"] == "The server failed. Its log says why."
+    assert headers["X-Content-Type-Options"] == "nosniff"
 
 
 def test_a_full_queue_says_when_to_come_again():

@@ -112,6 +112,11 @@ def test_a_chat_is_answered(tokenizer, tmp_path):
         pieces = list(create(**asked, max_completion_tokens=200, stream=True))
         assert "".join(piece.choices[0].delta.content for piece in pieces) == text
         assert pieces[-1].choices[0].finish_reason == "stop"
+        roles = [piece.choices[0].delta.role for piece in pieces]
+        assert roles == ["assistant", *[None] * (len(pieces) - 1)]
+        parts = [{"type": "text", "text": "ab"}, {"type": "text", "text": "c"}]
+        given = asked | {"messages": [{"role": "user", "content": parts}]}
+        assert create(**given).choices[0].message.content == text
         assert create(**asked).choices[0].message.content == text
         for messages in ([], ["a"], [{"role": "user"}], [{"role": "user", "content": 5}]):
             with pytest.raises(openai.BadRequestError, match="messages must be a list of objects"):

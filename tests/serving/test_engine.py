@@ -159,7 +159,7 @@ def check_scores(model, ids, tokens):
     log_probs = np.asarray(jax.nn.log_softmax(eqx.filter_jit(model)(jnp.asarray(ids))))
     assert len(tokens) == len(ids)
     for place, (token, i) in enumerate(zip(tokens, ids, strict=True)):
-        assert token.text == TOKENIZER.characters[i]
+        assert token.content == TOKENIZER.token_bytes(i)
         assert token.offset == place
         if place == 0:
             assert token.log_prob is None
@@ -169,7 +169,7 @@ def check_scores(model, ids, tokens):
         np.testing.assert_allclose(token.log_prob, row[i], atol=1e-4)
         best = np.sort(row)[::-1][: len(token.best)]
         np.testing.assert_allclose([p for _, p in token.best], best, atol=1e-4)
-        assert token.best[0][0] == TOKENIZER.characters[int(row.argmax())]
+        assert token.best[0][0] == TOKENIZER.token_bytes(int(row.argmax()))
 
 
 @pytest.mark.parametrize("new", [0, 7])
@@ -197,7 +197,7 @@ def test_a_stop_string_ends_a_text_and_its_tokens(start):
     engine.submit([client.text])
     assert client.result == whole[: whole.index(stop)]
     assert client.reason == "stop"
-    assert "".join(token.text for token in client.tokens) == client.result
+    assert b"".join(token.content for token in client.tokens).decode() == client.result
     assert client.text.n_generated == whole.index(stop) + len(stop)
 
 
@@ -222,6 +222,20 @@ def test_requests_take_turns(start):
     assert second.result
     assert first[-1].result
     assert second.ended < first[2].ended
+
+
+@pytest.mark.parametrize("changes", [{}, {"positions": "learned"}], ids=str)
+def test_a_context_that_is_no_multiple_of_what_is_read_at_once(start, changes):
+    """Its cache has more places than the context."""
+    model = tiny_model(context_length=600, n_layers=1, **changes)
+    engine = start(model)
+    random = np.random.default_rng(0)
+    prompts = [random.integers(0, VOCAB, n).tolist() for n in (599, 3, 257, 600)]
+    clients = [Client(prompt, 700, seed=i) for i, prompt in enumerate(prompts)]
+    for client in clients:
+        engine.submit([client.text])
+    for i, (client, prompt) in enumerate(zip(clients, prompts, strict=True)):
+        assert client.result == alone(model, prompt, 700, seed=i)
 
 
 def test_a_long_prompt_does_not_hold_up_short_ones(start, monkeypatch):
@@ -267,7 +281,9 @@ def test_a_full_queue_refuses(start):
 
 
 def test_what_cannot_be_generated_is_refused(start, monkeypatch):
-    engine = start()
+    engine = start(max_rows=2, max_waiting=3)
+    with pytest.raises(UserError, match="at most 5 texts, got 6"):
+        engine.submit([Client([1], 5).text for _ in range(6)])
     for count in (0, C + 1):
         with pytest.raises(UserError, match=f"1 to {C} tokens .*got {count}"):
             engine.check(count, 5)

@@ -68,7 +68,7 @@ def test_serve_finishes_what_is_running_when_it_is_told_to_stop(folder):
         text = json.loads(ask(port, max_tokens=40).read())["choices"][0]["text"]
         words = ("--prompt", "The", "--seed", "3", "--max-new-tokens", "40")
         assert run_script("sample.py", *words, folder=folder).out == text + "\n"
-        stream = ask(port, max_tokens=20_000, stream=True)
+        stream = ask(port, max_tokens=10_000, stream=True)
         assert stream.read(10)
         process.send_signal(signal.SIGTERM)
         time.sleep(0.3)
@@ -81,12 +81,15 @@ def test_serve_finishes_what_is_running_when_it_is_told_to_stop(folder):
 
 def test_serve_gives_up_what_takes_too_long(folder):
     with serving(folder) as (process, port):
-        stream = ask(port, max_tokens=100_000, n=100, stream=True)
+        stream = ask(port, max_tokens=100_000, n=4, stream=True)
         assert stream.read(10)
         process.send_signal(signal.SIGINT)
         begun = time.monotonic()
-        assert process.wait(30) == 0
+        assert b"The server was stopped." in stream.read()
+        said = process.communicate(timeout=30)[0]
+        assert process.returncode == 0
         assert time.monotonic() - begun < 20
+        assert said == "stopped\n"
 
 
 def test_serve_takes_the_key_from_the_environment(folder):
@@ -104,7 +107,8 @@ def test_serve_takes_the_key_from_the_environment(folder):
         (["--host", "no such host", "--api-key", "x"], "cannot listen at no such host"),
         (["--run", "nothing", "--port", "0"], "nothing"),
         (["--api-key", ""], "api_key must have at least one character"),
-        (["--api-key", "gärtner"], "api_key must be printable ASCII"),
+        (["--api-key", "gärtner"], "The API key must be printable ASCII"),
+        (["--api-key", " x"], "without spaces around them"),
         (["--port", "70000"], "port must be at least 0 and at most 65535, got 70000"),
         (["--rows", "0"], "rows must be at least 1"),
     ],
