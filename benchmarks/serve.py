@@ -210,11 +210,10 @@ def compare(name: str, wanted: Load, clients: list[int], seconds: float, rounds:
             rows, alone = [], {}
             for count in clients:
                 found: dict[str, list[Measured]] = {n: [] for n in names}
-                for turn in range(rounds + 1):  # the first compiles, and is not counted
+                for turn in range(-2, rounds):  # the first two compile, and are not counted
                     for n in names:
-                        time_ = seconds / 2 if turn == 0 else seconds
-                        measured = asyncio.run(load(servers[n], wanted, count, time_, turn))
-                        if turn:
+                        measured = asyncio.run(load(servers[n], wanted, count, seconds, turn))
+                        if turn >= 0:
                             found[n].append(measured)
                 for n, list_ in found.items():
                     speeds = [m.tokens / m.seconds for m in list_]

@@ -39,6 +39,9 @@ from gptlite.serving.text import ServedText, TextScores
 MIN_CAPACITY = 256
 # Tokens of texts that are read in one call, between two calls for the texts that are generated.
 TOKENS_PER_READ = 256
+# Rows of a group of prompts, the shortest of which are read in `MIN_ROOM` places.
+MIN_ROOM = 16
+GROUP_ROWS = TOKENS_PER_READ // MIN_ROOM
 # What a call takes beside its tokens, in tokens.
 CALL_OVERHEAD = 2
 # The time that a call should take, in seconds: others wait for it.
@@ -243,9 +246,11 @@ class Batch:
             rows = now
         if self._capacity / 4 < capacity < self._capacity:
             capacity = self._capacity
-        if (rows, capacity) != (now, self._capacity):
+        # By a factor of two at a time, which are few programs.
+        while (now, self._capacity) != (rows, capacity):
             places = [place for place, text in enumerate(self._rows) if text is not None]
-            self._take_rows(self._state, places, texts, rows, capacity)
+            now = min(2 * now, rows) if now < rows else max(now // 2, rows)
+            self._take_rows(self._state, places, texts, now, capacity)
 
     def _take_rows(
         self,
@@ -363,7 +368,12 @@ class _Programs:
 
         def read(leaves, state, ids, start, length, *, capacity, scored):
             part = Part(prepared(leaves), ids, start, length)
-            return read_part(part, state, capacity, scored=scored)
+            state, scores = read_part(part, state, capacity, scored=scored)
+            if len(ids) == 1:
+                return state, scores
+            # All groups have as many rows, so that the programs that take them on are few.
+            padding = GROUP_ROWS - len(ids)
+            return jax.tree.map(lambda x: _pad_rows(x, padding), state), scores
 
         def step(leaves, state, settings, lengths, done, count, *, scored):
             keys, temperature, filters = settings
@@ -419,9 +429,13 @@ def capacity_for(tokens: int, context: int) -> int:
     return room_for(max(MIN_CAPACITY, min(tokens, context)), context)
 
 
+def _pad_rows(x: Array, rows: int) -> Array:
+    return jnp.pad(x, ((0, rows), *((0, 0) for _ in x.shape[1:])))
+
+
 def _room(tokens: int, most: int) -> int:
     """Places for `tokens` ids that are read, of which there are few kinds: each is a program."""
-    kinds = (16, 32, 48, 64, 96, 128, 192, TOKENS_PER_READ)
+    kinds = (MIN_ROOM, 32, 48, 64, 96, 128, 192, TOKENS_PER_READ)
     return min(most, next(kind for kind in kinds if kind >= tokens))
 
 
