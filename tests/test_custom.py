@@ -269,7 +269,7 @@ def test_loading_a_run_executes_no_custom_code(run, file):
 
 def test_a_run_is_loaded_with_the_file_that_is_named(run, file):
     arguments = parse_sample(["--run", str(run), "--model.mlp", f"{file}:Twice"])
-    loaded = load_run(run, custom=arguments.custom)
+    loaded = load_run(run, custom=arguments.model.named)
     assert Path("executed").exists()
     model: Any = loaded.model
     assert type(model.stack.blocks.mlp).__name__ == "Twice"

@@ -44,8 +44,9 @@ MIN_ROOM = 16
 GROUP_ROWS = TOKENS_PER_READ // MIN_ROOM
 # What a call takes beside its tokens, in tokens.
 CALL_OVERHEAD = 2
-# The time that a call should take, in seconds: others wait for it.
-CALL_SECONDS = 0.05
+# The time that a call should take, in seconds, because others wait for it; and more for each text,
+# because what is done outside of it, for each text, should not take as long.
+CALL_SECONDS, SECONDS_PER_TEXT = 0.01, 0.0006
 
 
 W = TypeVar("W", bound=Sequence[int])
@@ -169,7 +170,8 @@ class Batch:
         bounds = room[wanted > room].tolist()
         # The first token is shown soon, unless texts begin all the time.
         begun = sum(text is not None and n == 0 for text, n in zip(texts, done, strict=True))
-        seconds = CALL_SECONDS / 4 if 2 * begun >= len(self._lengths) else CALL_SECONDS
+        seconds = CALL_SECONDS + SECONDS_PER_TEXT * len(self._lengths)
+        seconds = seconds / 4 if 2 * begun >= len(self._lengths) else seconds
         in_time = max(1, int(seconds / self._seconds_per_token))
         count = _best_count(wanted, min(TOKENS_PER_CALL, in_time, *bounds))
         if self._settings is None:
