@@ -218,7 +218,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--requests", type=int, help="stop after so many")
+    parser.add_argument(
+        "--requests",
+        type=int,
+        help="stop after so many, and do not judge the memory, which grows with each program",
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
@@ -258,7 +262,8 @@ def main() -> None:
     for name in ("threads", "files"):
         if after[name] > before[name] + 2:
             mix.wrong.append(f"{name}: {before[name]}, then {after[name]}")
-    if after["MiB"] > 1.05 * before["MiB"] + 20:
+    # Programs are compiled in the first minutes, and each takes some MiB.
+    if arguments.requests is None and after["MiB"] > 1.05 * before["MiB"] + 20:
         mix.wrong.append(f"memory: {before['MiB']} MiB, then {after['MiB']}")
     print("\n".join(mix.wrong[:20]))
     sys.exit(bool(mix.wrong))
