@@ -107,7 +107,7 @@ def prepare(model: GPT, rows: int, *, share: bool = True) -> PreparedModel:
     if not is_whole(model):
         return PreparedModel(model.unstacked(), None)
     mesh, transposed = row_mesh(rows, model) if share else None, rows > 1 and is_on_cpu(model)
-    if mesh is not None and not _begins_with_rows(model, rows):
+    if mesh is not None and not begins_with_rows(model, rows):
         mesh = None
     if mesh is not None:
         arrays, rest = eqx.partition(model, eqx.is_array)
@@ -115,7 +115,7 @@ def prepare(model: GPT, rows: int, *, share: bool = True) -> PreparedModel:
     return PreparedModel(_rearranged(model, transposed), mesh)
 
 
-def _begins_with_rows(model: GPT, rows: int) -> bool:
+def begins_with_rows(model: GPT, rows: int) -> bool:
     """Whether the rows are the first axis of what every layer keeps. A custom one may keep other
     things."""
     cache = eqx.filter_eval_shape(lambda model: model.init_cache((rows,)), model)

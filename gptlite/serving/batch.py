@@ -25,6 +25,7 @@ from gptlite.generation.generate import (
     Part,
     PreparedModel,
     Scores,
+    begins_with_rows,
     decode,
     prepare,
     read_part,
@@ -39,8 +40,9 @@ from gptlite.serving.text import ServedText, TextScores
 MIN_CAPACITY = 256
 # Tokens of texts that are read in one call, between two calls for the texts that are generated.
 TOKENS_PER_READ = 256
-# Rows of a group of prompts, the shortest of which are read in `MIN_ROOM` places.
-MIN_ROOM = 16
+# Places for the shortest prompts. Those that need at most so many more are read in groups, of at
+# most so many rows: a longer one takes as long alone.
+MIN_ROOM, MAX_GROUP_ROOM = 16, 32
 GROUP_ROWS = TOKENS_PER_READ // MIN_ROOM
 # What a call takes beside its tokens, in tokens.
 CALL_OVERHEAD = 2
@@ -90,9 +92,8 @@ class Batch:
         self._back = len(model.previous)
         self._model = model
         self._programs = _Programs(model)
-        shape = self._shape(2, MIN_CAPACITY)
         require(
-            all(x.shape[:1] == (2,) for x in jax.tree.leaves(shape)),
+            begins_with_rows(model, 2),
             "A layer of this model keeps something without an axis for the texts, so that texts "
             "cannot begin and end at different times.",
         )
@@ -343,14 +344,18 @@ class Batch:
         tokens: int,
     ) -> tuple[GenerationState, Scores | None]:
         """Read ids that follow `start` others in each row, with caches for `tokens` in all."""
-        room = _room(max(map(len, parts)), self.context - start)
-        rows = 1 if len(parts) == 1 else TOKENS_PER_READ // room
+        longest = max(map(len, parts))
+        room = _room(longest, self.context - start)
+        rows = 1 if len(parts) == 1 else group_size(longest, self.context)
         ids, length = np.zeros((rows, room), np.int32), np.ones(rows, np.int32)
         for row, part in enumerate(parts):
             ids[row, : len(part)], length[row] = part, len(part)
         capacity = capacity_for(tokens + TOKENS_PER_CALL, self.context)
         read = np.full(rows, start, np.int32)
-        return self._programs.read(state, ids, read, length, capacity=capacity, scored=scored)
+        # Waited for, because the caller looks at the clock.
+        return jax.block_until_ready(
+            self._programs.read(state, ids, read, length, capacity=capacity, scored=scored)
+        )
 
     def _capacity_of(self, state: GenerationState) -> int:
         return state.ids.shape[1] - self._back
@@ -437,16 +442,24 @@ def _pad_rows(x: Array, rows: int) -> Array:
 
 def _room(tokens: int, most: int) -> int:
     """Places for `tokens` ids that are read, of which there are few kinds: each is a program."""
-    kinds = (MIN_ROOM, 32, 48, 64, 96, 128, 192, TOKENS_PER_READ)
+    kinds = (MIN_ROOM, MAX_GROUP_ROOM, 48, 64, 80, 96, 128, 192, TOKENS_PER_READ)
     return min(most, next(kind for kind in kinds if kind >= tokens))
 
 
+def group_size(tokens: int, context: int) -> int:
+    """How many prompts of so many tokens are read together."""
+    if tokens > MAX_GROUP_ROOM:
+        return 1
+    return min(GROUP_ROWS, TOKENS_PER_READ // _room(tokens, context))
+
+
 def _groups(windows: Sequence[W], context: int) -> Iterator[Sequence[W]]:
-    """Windows that are read together: as many as give `TOKENS_PER_READ`, or, if they would fill
-    less than half of that, one at a time. Other numbers of rows would be more programs."""
-    if len(windows) > 1:
-        size = TOKENS_PER_READ // _room(min(TOKENS_PER_READ, max(map(len, windows))), context)
-        while size > 1 and 2 * len(windows) > size:
+    """Windows that are read together: short ones as many as give `TOKENS_PER_READ`, or, if they
+    would fill less than half of that, one at a time. Other numbers of rows would be more programs.
+    """
+    size = group_size(max(map(len, windows)), context)
+    if size > 1:
+        while 2 * len(windows) > size:
             yield windows[:size]
             windows = windows[size:]
     for window in windows:

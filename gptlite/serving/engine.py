@@ -16,6 +16,9 @@ from gptlite.serving.batch import Batch, Reading
 from gptlite.serving.text import ServedText, TextScores
 
 CLOSE_SECONDS = 30
+# The time for prompts between two calls for the texts that are generated: these pause, but a text
+# that begins waits less.
+READ_SECONDS = 0.05
 # The share of the free memory that caches may take.
 SHARE_OF_MEMORY = 0.8
 
@@ -156,12 +159,12 @@ class Engine:
             text.fail()
 
     def _turn(self) -> None:
-        """Read prompts for the time of a call, or at least one; then make the next tokens."""
+        """Read prompts for `READ_SECONDS`, or at least one; then make the next tokens."""
         for text in list(self._begun):
             if text.cancelled:
                 self._leave(text)
         start = time.monotonic()
-        while self._read() and time.monotonic() < start + batch.CALL_SECONDS:
+        while self._read() and time.monotonic() < start + READ_SECONDS:
             pass
         if self._batch.texts:
             for text, ids, scores in self._batch.step():
@@ -219,7 +222,7 @@ class Engine:
                     long.append(self._take(place))
                     continue
                 longest = max(longest, len(text.ids))
-                if texts and (len(texts) + 1) * longest > batch.TOKENS_PER_READ:
+                if texts and len(texts) >= batch.group_size(longest, self._batch.context):
                     break
                 texts.append(self._take(place))
         return texts, long

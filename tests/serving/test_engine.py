@@ -113,6 +113,15 @@ def test_a_text_does_not_depend_on_its_neighbours(variant, start):
         assert client.reason == "length"
 
 
+def test_a_context_shorter_than_the_shortest_group(start):
+    model = tiny_model(context_length=6)
+    engine = start(model, max_rows=64)
+    clients = [Client([i % VOCAB, 1], 20, seed=i) for i in range(40)]
+    engine.submit([client.text for client in clients])
+    for i, client in enumerate(clients):
+        assert client.result == alone(model, [i % VOCAB, 1], 20, seed=i)
+
+
 def test_texts_join_and_leave_at_any_token(start):
     model = tiny_model()
     engine = start(model)
