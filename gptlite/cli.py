@@ -215,8 +215,8 @@ class ServeArguments:
     """Texts that wait, at most. Then clients are told to come again later (status 429)."""
 
     allow_origin: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """A page, such as http://localhost:3000, whose scripts may use the server from a browser; may
-    be given several times. Default: none but the server's own."""
+    """A site, such as http://localhost:3000, whose scripts may use the server from a browser; may
+    be given several times. *: any. Default: none."""
 
     debug: bool = False
     """Show where in the code an error came from."""
@@ -226,6 +226,12 @@ class ServeArguments:
     def __post_init__(self):
         check_fields("", self)
         require(self.api_key != "", "api_key must have at least one character.")
+        for origin in self.allow_origin:
+            require(
+                re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+", origin) is not None,
+                "allow_origin must be as browsers send it, such as http://localhost:3000, or * "
+                f"for any, got {origin!r}.",
+            )
 
 
 @dataclass(frozen=True)

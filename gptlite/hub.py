@@ -7,7 +7,14 @@ from gptlite.config import UserError
 
 INDEX = "model.safetensors.index.json"
 # What is fetched of a model before its weights: no pickles, and no code.
-FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", INDEX]
+FILES = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    INDEX,
+]
 # Seconds until the hub counts as out of reach.
 TIMEOUT = 5.0
 

@@ -43,7 +43,7 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """OpenAI's error object."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        message = str(self)
+        message = str(self).encode("utf-8", "backslashreplace").decode()  # half a surrogate pair
         if len(message) > MAX_MESSAGE:
             message = f"{message[:MAX_MESSAGE]} ..."
         return {"error": {"message": message, "type": kind, "param": None, "code": self.code}}
@@ -74,8 +74,11 @@ class Knobs:
         for name in ("frequency_penalty", "presence_penalty", "logit_bias"):
             value = getattr(self, name)
             require(not value, f"{name} is not supported: leave it out, got {value}.")
-        known = self.stream_options is None or set(self.stream_options) <= {"include_usage"}
-        require(known, f"stream_options has include_usage only, got {self.stream_options}.")
+        options = self.stream_options or {}
+        require(
+            set(options) <= {"include_usage"} and all(type(x) is bool for x in options.values()),
+            f"stream_options has include_usage only, true or false, got {options}.",
+        )
         require(
             len(self.stops) <= MAX_STOPS and all(map(_is_stop, self.stops)),
             f"stop must be a string or at most {MAX_STOPS} strings, each of 1 to {MAX_STOP:,} "

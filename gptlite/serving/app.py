@@ -6,6 +6,7 @@ import hmac
 import json
 import os
 import queue
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -48,8 +49,8 @@ BODY_SECONDS = 10
 SEND_SECONDS = 60
 # Tokens that a chat's answer may have, if the request does not say it.
 CHAT_TOKENS = 512
-# Characters of a prompt that are encoded in another thread, because they take time.
-LONG_PROMPT = 10_000
+# Bytes of a request, or numbers of an answer, that another thread works on: that takes time.
+LONG = 10_000
 
 T = TypeVar("T")
 
@@ -145,7 +146,7 @@ def make_app(
         CORSMiddleware,
         allow_origins=list(allow_origins),
         allow_methods=["GET", "POST"],
-        allow_headers=["Authorization", "Content-Type"],
+        allow_headers=["*"],  # OpenAI's client sends more of its own
     )
     return Guard(
         Starlette(
@@ -199,9 +200,10 @@ class RequireKey:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
         if scope["type"] == "http" and self._key is not None:
-            given = Request(scope).headers.get("authorization", "")
+            scheme, _, given = Request(scope).headers.get("authorization", "").partition(" ")
             # In a time that does not tell how much of it is right.
-            if not hmac.compare_digest(given.encode(), f"Bearer {self._key}".encode()):
+            is_right = hmac.compare_digest(given.encode(), self._key.encode())
+            if scheme.lower() != "bearer" or not is_right:
                 message = "The API key is missing or wrong: send Authorization: Bearer KEY."
                 error = ApiError(401, message, "invalid_api_key", WWW_Authenticate="Bearer")
                 app = _answer(error)
@@ -211,14 +213,14 @@ class RequireKey:
 class _Endpoints:
     def __init__(self, served: Served):
         self._served = served
-        # One text at a time, so that long ones leave time for all else.
-        self._encoding = anyio.CapacityLimiter(1)
+        # One at a time, so that long ones leave time for all else.
+        self._one = anyio.CapacityLimiter(1)
 
     async def _off_loop(self, is_long: bool, work: Callable[[], T]) -> T:
         """`work()`, in another thread if it takes long."""
         if not is_long:
             return work()
-        return await anyio.to_thread.run_sync(work, limiter=self._encoding)
+        return await anyio.to_thread.run_sync(work, limiter=self._one)
 
     async def health(self, request: Request) -> Response:
         engine = self._served.engine
@@ -249,7 +251,8 @@ class _Endpoints:
 
     async def completions(self, request: Request) -> Response:
         with _bad_request():
-            asked = parse(Completion, await _body(request))
+            body = await _body(request)
+            asked = parse(Completion, body)
             self._check_model(asked.model)
             require(
                 0 < len(asked.prompts) * asked.n <= MAX_TEXTS,
@@ -259,7 +262,7 @@ class _Endpoints:
             tokenizer = self._served.tokenizer
             most = self._served.context_length * self._served.longest_token
             prompts = await self._off_loop(
-                len(str(asked.prompt)) > LONG_PROMPT,
+                len(body) > LONG,
                 lambda: [read_prompt(tokenizer, prompt, most) for prompt in asked.prompts],
             )
         form = Form(self._served.name, sum(len(prompt.ids) for prompt in prompts))
@@ -293,9 +296,7 @@ class _Endpoints:
         n_best: int | None,
     ) -> Response:
         engine = self._served.engine
-        seed = asked.seed
-        if seed is None:
-            seed = int.from_bytes(os.urandom(4), "little") & MAX_INT32
+        seeds = [_random_seed() if asked.seed is None else asked.seed for _ in prompts]
         mailbox = _Mailbox(streamed=asked.stream)
         with _bad_request():
             for prompt in prompts:
@@ -323,7 +324,7 @@ class _Endpoints:
                     hidden=prompt.hidden,
                     deliver=mailbox.slot(),
                 )
-                for prompt, echo in zip(prompts, echoes, strict=True)
+                for prompt, echo, seed in zip(prompts, echoes, seeds, strict=True)
                 for number in range(asked.n)
             ]
         try:
@@ -344,7 +345,9 @@ class _Endpoints:
             raise
         if any(piece.finish_reason == "error" for piece in pieces):
             raise _failure(engine)
-        return JSONResponse(form.answer(texts, pieces, scored=scored))
+        return await self._off_loop(
+            numbers > LONG, lambda: JSONResponse(form.answer(texts, pieces, scored=scored))
+        )
 
 
 class _Mailbox:
@@ -499,6 +502,10 @@ def _failure(engine: Engine) -> ApiError:
     return ApiError(503, "The server was stopped.") if engine.closed else ApiError(500, FAILED)
 
 
+def _random_seed() -> int:
+    return int.from_bytes(os.urandom(4), "little") & MAX_INT32
+
+
 def _answer(error: ApiError) -> Response:
     return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
 
@@ -529,7 +536,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 def _host(header: str) -> str:
-    """The name in a `Host` header, without the port."""
-    if header.startswith("["):
-        return header.partition("]")[0] + "]"
-    return header.partition(":")[0].lower()
+    """The name in a `Host` header, without the port; the whole, if it is no name and port."""
+    found = re.fullmatch(r"(\[[^\]]*\]|[^:]*)(:[0-9]*)?", header)
+    return (found[1] if found else header).lower()

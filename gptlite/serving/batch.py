@@ -63,16 +63,17 @@ class New(NamedTuple):
 
 
 class Reading:
-    """A text whose prompt is being read, part by part."""
+    """Texts whose prompt, which is the same, is being read part by part."""
 
-    def __init__(self, text: ServedText):
-        self.text = text
+    def __init__(self, texts: list[ServedText]):
+        self.texts = texts
+        self.prompt = texts[0].ids.copy()
         self.done = 0
         self.state: GenerationState | None = None
         self.scores: list[TextScores] = []
 
     def all_scores(self) -> TextScores | None:
-        """Of the whole prompt, if the text is scored."""
+        """Of the whole prompt, if a text is scored."""
         if not self.scores:
             return None
         return TextScores(*(np.concatenate(parts) for parts in zip(*self.scores, strict=True)))
@@ -85,9 +86,7 @@ class Batch:
     layer may keep other things.
     """
 
-    def __init__(self, model: GPT, max_rows: int):
-        """`max_rows`: texts generated together, at most."""
-        self.max_rows = max_rows
+    def __init__(self, model: GPT):
         self.context = model.config.context_length
         self._back = len(model.previous)
         self._model = model
@@ -138,20 +137,19 @@ class Batch:
         return [found[text] for text in texts]
 
     def read_on(self, reading: Reading) -> bool:
-        """Read the next part of a long prompt. Whether that was the last, and the text has joined
-        if it wants more."""
-        text = reading.text
-        part = text.ids[reading.done : reading.done + TOKENS_PER_READ]
+        """Read the next part of a long prompt. Whether that was the last, and the texts have joined
+        that want more."""
+        part = reading.prompt[reading.done : reading.done + TOKENS_PER_READ]
+        scored = any(text.prompt_scored for text in reading.texts)
         reading.state, scores = self._read_rows(
-            [part], reading.state, reading.done, text.prompt_scored, len(text.ids)
+            [part], reading.state, reading.done, scored, len(reading.prompt)
         )
         if scores is not None:
             reading.scores.append(_scores_of(scores, 0, len(part)))
         reading.done += len(part)
-        if reading.done < len(text.ids):
+        if reading.done < len(reading.prompt):
             return False
-        if text.max_new_tokens:
-            self._join(reading.state, [[text]])
+        self._join(reading.state, [[text for text in reading.texts if text.max_new_tokens]])
         return True
 
     def step(self) -> list[New]:

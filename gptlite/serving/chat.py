@@ -1,11 +1,15 @@
 """The chat template of a model in Hugging Face's format."""
 
 import datetime
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
 import jinja2.sandbox
 import tokenizers
 
@@ -28,9 +32,14 @@ class ChatTemplate:
         """
         # A template may come from a stranger: it can neither call functions nor change values.
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", _Generation],
         )
+        environment.filters["tojson"] = _to_json
         environment.globals |= {"raise_exception": _raise, "strftime_now": _now, **special}
+        # Templates ask whether these are None.
+        environment.globals |= {"tools": None, "documents": None}
         try:
             self._template = environment.from_string(template)
         except jinja2.TemplateError as error:
@@ -47,7 +56,7 @@ class ChatTemplate:
         """
         try:
             text = self._template.render(messages=messages, add_generation_prompt=True)
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except Exception as error:  # a template may do anything that Python's operators do
             raise UserError(f"The chat template refuses these messages: {error}.") from error
         check_text("messages", text)
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -80,6 +89,33 @@ def read_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | Non
     }
     texts = {name: value for name, value in special.items() if isinstance(value, str)}
     return ChatTemplate(template, tokenizer, texts)
+
+
+class _Generation(jinja2.ext.Extension):
+    """The tag around what a model is trained on, which means nothing here."""
+
+    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As Hugging Face's templates have it: Jinja's own escapes HTML and sorts."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _now(form: str) -> str:

@@ -47,7 +47,7 @@ class Engine:
 
         **Raises:** `UserError` as `Batch` does.
         """
-        self._batch = Batch(model, max_rows)
+        self._batch = Batch(model)
         self._memory = SHARE_OF_MEMORY * free_memory()
         self.max_rows, self.max_waiting = max_rows, max_waiting
         self._changed = threading.Condition()
@@ -174,8 +174,10 @@ class Engine:
 
     def _leave(self, text: ServedText) -> None:
         self._batch.leave(text)
-        if self._reading is not None and self._reading.text is text:
-            self._reading = None
+        if self._reading is not None and text in self._reading.texts:
+            self._reading.texts.remove(text)
+            if not self._reading.texts:
+                self._reading = None
         seconds = time.monotonic() - self._begun.pop(text)
         self._seconds_per_text += (seconds - self._seconds_per_text) / 8
 
@@ -186,11 +188,13 @@ class Engine:
             for text, scores in zip(texts, self._batch.read(texts), strict=True):
                 self._read_to_end(text, scores)
         if long:
-            self._reading = Reading(long[0])
+            self._reading = Reading(long)
         reading = self._reading
         if reading is not None and self._batch.read_on(reading):
             self._reading = None
-            self._read_to_end(reading.text, reading.all_scores())
+            scores = reading.all_scores()
+            for text in reading.texts:
+                self._read_to_end(text, scores if text.prompt_scored else None)
         return bool(texts) or reading is not None
 
     def _read_to_end(self, text: ServedText, scores: TextScores | None) -> None:
@@ -200,16 +204,18 @@ class Engine:
 
     def _admit(self) -> tuple[list[ServedText], list[ServedText]]:
         """Texts whose prompts are read next: short ones together, and a long one if none is being
-        read. Requests take turns."""
+        read, each for all texts that begin with it. Requests take turns."""
         texts: list[ServedText] = []
         long: list[ServedText] = []
+        prompts: set[tuple[int, ...]] = set()
         longest = place = 0
         final = max(map(_final, self._begun), default=0)
         with self._changed:
             while place < len(self._waiting):
                 text = self._waiting[place][0]
                 is_long = len(text.ids) > batch.TOKENS_PER_READ
-                if is_long and (long or self._reading is not None):
+                waits = self._reading is not None or (long and text.ids != long[0].ids)
+                if is_long and waits:
                     place += 1
                     continue
                 n_active = len(self._begun) + 1
@@ -222,7 +228,8 @@ class Engine:
                     long.append(self._take(place))
                     continue
                 longest = max(longest, len(text.ids))
-                if texts and len(texts) >= batch.group_size(longest, self._batch.context):
+                prompts.add(tuple(text.ids))
+                if len(prompts) > max(1, batch.group_size(longest, self._batch.context)):
                     break
                 texts.append(self._take(place))
         return texts, long

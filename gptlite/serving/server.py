@@ -1,10 +1,13 @@
 """The HTTP server: a socket, limits of time, and an orderly end."""
 
 import asyncio
+import errno
 import ipaddress
+import os
 import signal
 import socket
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -19,6 +22,8 @@ GRACE_SECONDS = 10
 SEND_SECONDS = 5
 # Seconds that a connection may be open without a whole head of a request.
 HEAD_SECONDS = 10
+# Bytes of an answer that the system holds: with more, a slow client would seem not to read.
+SEND_BUFFER = 2**18
 MAX_CONNECTIONS = 512
 
 
@@ -28,7 +33,7 @@ HttpProtocol: Any = AutoHTTPProtocol
 
 class TimedProtocol(HttpProtocol):
     """Closes connections that are idle at two checks, `HEAD_SECONDS` apart: that send no whole head
-    of a request, or do not read what is left of an answer. uvicorn itself waits for ever."""
+    of a request, or read nothing of what is left of an answer. uvicorn itself waits for ever."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -40,11 +45,11 @@ class TimedProtocol(HttpProtocol):
 
     def _check(self, last: Any) -> None:
         """`last`: what was idle at the last check: a request that was answered, None before the
-        first one, or the transport if it was closing."""
+        first one, or the bytes that were left, if the connection was closing."""
         cycle, now = self.cycle, self
         if self.transport.is_closing():
-            now = self.transport
-            if last is now:  # the client does not read what is left to send
+            now = self.transport.get_write_buffer_size()
+            if isinstance(last, int) and now >= last:
                 self.transport.abort()
         elif cycle is None or cycle.response_complete:
             now = cycle
@@ -70,11 +75,17 @@ def open_socket(host: str, port: int) -> socket.socket:
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
-    except OSError as error:
-        reason = error.strerror or error
+        listening = socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+        return listening
+    except (OSError, UnicodeError) as error:
+        number = error.errno if isinstance(error, OSError) else None
+        advice = ""
+        reason = getattr(error, "strerror", None) or error
+        if number in (errno.EADDRINUSE, errno.EACCES):
+            reason, advice = os.strerror(number), " --port 0 takes a free one."
         raise UserError(
-            f"The server cannot listen at {host}, port {port}: {reason}. --port 0 takes a free one."
+            f"The server cannot listen at {host!r}, port {port}: {reason}.{advice}"
         ) from error
 
 
@@ -95,11 +106,18 @@ def server_config(app: ASGIApp) -> uvicorn.Config:
 
 
 class Server(uvicorn.Server):
-    """Calls `give_up` when what is running at the end has had `GRACE_SECONDS`."""
+    """Calls `give_up` when what is running at the end has had `GRACE_SECONDS`, or at a second
+    signal."""
 
     def __init__(self, app: ASGIApp, give_up: Callable[[], None]):
         super().__init__(server_config(app))
         self._give_up = give_up
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            self._give_up()
+        # At a second SIGINT, uvicorn would cut the connections.
+        super().handle_exit(signal.SIGTERM, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         timer = asyncio.get_running_loop().call_later(GRACE_SECONDS, self._give_up)

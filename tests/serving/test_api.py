@@ -69,6 +69,8 @@ def test_without_a_seed_texts_differ(client):
         for _ in range(3)
     }
     assert len(texts) == 3
+    answer = client.completions.create(model=NAME, prompt=["a", "a", "a"], max_tokens=40)
+    assert len({choice.text for choice in answer.choices}) == 3
 
 
 @pytest.mark.parametrize(
@@ -369,6 +371,32 @@ def test_a_client_that_does_not_read_is_cut_off(stream, monkeypatch):
             time.sleep(0.01)
 
 
+def test_a_client_that_reads_slowly_is_given_all(monkeypatch):
+    monkeypatch.setattr(server_module, "HEAD_SECONDS", 0.2)
+    body = {"model": NAME, "prompt": "a", "max_tokens": 3000, "n": 4, "logprobs": 20}
+    with serving() as address, socket.socket() as slow:
+        monkeypatch.setattr(address.server.config, "timeout_keep_alive", 0.1)
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(("127.0.0.1", address.port))
+        content = json.dumps(body).encode()
+        slow.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+            b"Content-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n%s" % (len(content), content)
+        )
+        begun, got = None, b""
+        while part := slow.recv(2**16):
+            begun = begun or time.monotonic()
+            got += part
+            # 2 MB a second: several times longer than two checks.
+            time.sleep(max(0.0, begun + len(got) / 2e6 - time.monotonic()))
+    head, _, answer = got.partition(b"\r\n\r\n")
+    assert begun is not None
+    assert time.monotonic() - begun > 1
+    assert int(head.lower().partition(b"content-length: ")[2].split()[0]) == len(answer)
+    assert len(json.loads(answer)["choices"]) == 4
+
+
 def test_an_unexpected_error_is_an_error_object(address, monkeypatch):
     def fail(*_):
         raise ValueError("/home/someone/secret")
@@ -420,7 +448,15 @@ def test_a_failure_of_the_engine_says_nothing_of_the_machine(address, monkeypatc
 
 
 def test_a_host_of_another_name_is_refused(address):
-    for host in ("evil.example", "127.0.0.1.evil.example", "evil.example:80", ""):
+    for host in (
+        "evil.example",
+        "127.0.0.1.evil.example",
+        "evil.example:80",
+        "127.0.0.1:80@evil.example",
+        "127.0.0.1:80.evil.example",
+        "[127.0.0.1].evil.example",
+        "",
+    ):
         status, answer, headers = post(address, None, "/v1/models", "GET", Host=host)
         assert status == 403
         assert "must name 127.0.0.1" in answer["error"]["message"]
@@ -437,6 +473,15 @@ def test_answers_tell_browsers_to_keep_out(address):
             post(other, None, "/v1/models", "GET", Origin=origin)[2]
             for origin in ("http://page.example", "http://evil.example")
         )
+        asked = {
+            "Origin": "http://page.example",
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os",
+        }
+        connection = http.client.HTTPConnection("127.0.0.1", other.port, timeout=30)
+        connection.request("OPTIONS", "/v1/completions", None, asked)
+        assert connection.getresponse().status == 200
+        connection.close()
     assert allowed["Access-Control-Allow-Origin"] == "http://page.example"
     assert "Access-Control-Allow-Origin" not in refused
 
@@ -451,3 +496,5 @@ def test_a_key_is_asked_for():
             assert status == 401
             assert answer["error"]["code"] == "invalid_api_key"
             assert headers["WWW-Authenticate"] == "Bearer"
+        right = {"Authorization": "bearer secret"}
+        assert post(address, None, "/v1/models", "GET", **right)[0] == 200

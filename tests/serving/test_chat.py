@@ -70,6 +70,7 @@ def test_the_template_makes_ids_with_special_tokens(tokenizer, tmp_path):
         ("{{ ''.__class__.__mro__ }}", "refuses these messages: .*unsafe"),
         ("{{ messages.append(1) }}", "refuses these messages: .*unsafe"),
         ("{{ unknown.field }}", "refuses these messages: .*undefined"),
+        ("{{ 1 // 0 }}", "refuses these messages: .*zero"),
     ],
 )
 def test_a_template_can_refuse_and_do_nothing_else(tokenizer, tmp_path, template, sentence):
@@ -78,6 +79,18 @@ def test_a_template_can_refuse_and_do_nothing_else(tokenizer, tmp_path, template
     assert chat is not None
     with pytest.raises(UserError, match=sentence):
         chat.encode([{"role": "user", "content": "a"}])
+
+
+def test_a_template_finds_what_it_finds_elsewhere(tokenizer, tmp_path):
+    """As transformers 5.24 renders it."""
+    write(
+        tmp_path,
+        "{% generation %}{% if tools is none and documents is none %}a{% endif %}"
+        "{% endgeneration %}{{ {'b': 'é<', 'a': 1} | tojson }}",
+    )
+    chat = read_chat_template(tmp_path, tokenizer)
+    assert chat is not None
+    assert chat._template.render(messages=[]) == 'a{"b": "é<", "a": 1}'
 
 
 def test_a_broken_template_is_refused(tokenizer, tmp_path):

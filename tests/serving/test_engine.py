@@ -148,6 +148,28 @@ def test_a_seed_gives_the_texts_of_its_numbers(start):
         assert client.result == alone(model, [1, 2, 3], 15, seed=5, number=i)
 
 
+@pytest.mark.parametrize("tokens", [3, C // 2, C - 2])
+def test_a_prompt_is_read_once_for_all_its_texts(start, monkeypatch, tokens):
+    monkeypatch.setattr("gptlite.serving.batch.TOKENS_PER_READ", C // 2)
+    monkeypatch.setattr("gptlite.serving.batch.MAX_GROUP_ROOM", 2)
+    model = tiny_model()
+    engine = start(model)
+    calls = []
+    read = engine._batch._programs.read
+    monkeypatch.setattr(
+        engine._batch._programs,
+        "read",
+        lambda *args, **words: calls.append(1) or read(*args, **words),
+    )
+    prompt = [i % VOCAB for i in range(tokens)]
+    clients = [Client(prompt, 1, seed=5, number=i, n_best=1, echo="") for i in range(6)]
+    engine.submit([client.text for client in clients])
+    for i, client in enumerate(clients):
+        assert client.result == alone(model, prompt, 1, seed=5, number=i)
+        assert len(client.tokens) == tokens + 1
+    assert len(calls) == -(-tokens // (C // 2))
+
+
 def test_long_prompts_are_read_between_the_tokens_of_others(start, monkeypatch):
     monkeypatch.setattr("gptlite.serving.batch.TOKENS_PER_READ", 16)
     model = tiny_model(context_length=72)

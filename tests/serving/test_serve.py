@@ -92,6 +92,20 @@ def test_serve_gives_up_what_takes_too_long(folder):
         assert said == "stopped\n"
 
 
+def test_a_second_signal_ends_what_is_running(folder):
+    with serving(folder) as (process, port):
+        stream = ask(port, max_tokens=100_000, n=4, stream=True)
+        assert stream.read(10)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        begun = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert b"The server was stopped." in stream.read()
+        assert process.communicate(timeout=30)[0] == "stopped\n"
+        assert process.returncode == 0
+        assert time.monotonic() - begun < 8
+
+
 def test_serve_takes_the_key_from_the_environment(folder):
     with serving(folder, "--host", "0.0.0.0", GPTLITE_API_KEY="secret") as (_, port):
         assert ask(port).status == 401
@@ -103,8 +117,10 @@ def test_serve_takes_the_key_from_the_environment(folder):
     ("words", "sentence"),
     [
         (["--host", "0.0.0.0"], "Others reach this server at 0.0.0.0: give --api-key"),
-        (["--host", "192.0.2.1", "--api-key", "x"], "cannot listen at 192.0.2.1, port 8000"),
-        (["--host", "no such host", "--api-key", "x"], "cannot listen at no such host"),
+        (["--host", "192.0.2.1", "--api-key", "x"], "cannot listen at '192.0.2.1', port 8000"),
+        (["--host", "no such host", "--api-key", "x"], "cannot listen at 'no such host'"),
+        (["--host", "a..b", "--without-key"], "cannot listen at 'a..b'"),
+        (["--allow-origin", "http://a.example/"], "got 'http://a.example/'"),
         (["--run", "nothing", "--port", "0"], "nothing"),
         (["--api-key", ""], "api_key must have at least one character"),
         (["--api-key", "gärtner"], "The API key must be printable ASCII"),
@@ -125,4 +141,6 @@ def test_a_port_in_use_is_named(folder):
     with serving(folder) as (_, port):
         answer = run_script("serve.py", "--port", str(port), folder=folder)
     assert answer.code == 2
-    assert f"cannot listen at 127.0.0.1, port {port}: Address already in use" in answer.err
+    assert (
+        f"cannot listen at '127.0.0.1', port {port}: Address already in use. --port 0" in answer.err
+    )
