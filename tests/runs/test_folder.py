@@ -258,8 +258,7 @@ def test_no_damage_of_a_checkpoint_goes_unnoticed(copied, finished):
             noticed += step < 60
         file.write_bytes(whole)
     assert cases >= 60
-    # How many files Orbax writes changes from time to time, and it does not read all of them.
-    assert noticed >= 20
+    assert noticed > cases / 4
     step, arrays, _ = inspect(copied)
     assert step == 60
     assert same(arrays, finished[1])
