@@ -49,7 +49,7 @@ BODY_SECONDS = 10
 SEND_SECONDS = 60
 # Tokens that a chat's answer may have, if the request does not say it.
 CHAT_TOKENS = 512
-# Bytes of a request, or numbers of an answer, that another thread works on: that takes time.
+# A request of more bytes, or an answer of more numbers, is worked on in another thread.
 LONG = 10_000
 
 T = TypeVar("T")
