@@ -40,8 +40,8 @@ from gptlite.serving.text import ServedText, TextScores
 MIN_CAPACITY = 256
 # Tokens of texts that are read in one call, between two calls for the texts that are generated.
 TOKENS_PER_READ = 256
-# The shortest prompts are read in `MIN_ROOM` places. Prompts that fit into `MAX_GROUP_ROOM` are read
-# in groups of at most `GROUP_ROWS` rows; longer ones alone, which is as fast.
+# The shortest prompts are read in `MIN_ROOM` places. Prompts that fit into `MAX_GROUP_ROOM` are
+# read in groups of at most `GROUP_ROWS` rows; longer ones alone, which is as fast.
 MIN_ROOM, MAX_GROUP_ROOM = 16, 32
 GROUP_ROWS = TOKENS_PER_READ // MIN_ROOM
 # What a call takes beside its tokens, in tokens.
