@@ -236,14 +236,20 @@ CASES_PER_FILE = 3  # of each kind; Orbax writes a dozen files or more
 
 
 def test_no_damage_of_a_checkpoint_goes_unnoticed(copied, finished):
-    """Every file of it, cut at random places and with a random bit flipped: either the arrays are
-    those that were saved, or an older checkpoint is taken, and that is said."""
+    """Every file of it, gone, cut at random places, and with a random bit flipped: either the
+    arrays are those that were saved, or an older checkpoint is taken, and that is said."""
     chance = random.Random(0)
     older = {step: read(finished[0], step) for step in list_steps(finished[0] / "checkpoints")}
     newest = copied / "checkpoints" / "60"
     cases, noticed = 0, 0
     for file in [path for path in newest.rglob("*") if path.is_file()]:
         whole = file.read_bytes()
+        file.unlink()
+        step, arrays, _ = inspect(copied)
+        assert same(arrays, older[step]), file
+        # While it writes, Orbax adds nodes to a tree of its own, and leaves them behind, unread:
+        # more of them, the slower the machine. They are damaged as well, and not counted.
+        left_behind = step == 60 and "ocdbt.process_0" in file.parts
         for case in range(2 * CASES_PER_FILE if whole else 0):
             damaged = bytearray(whole)
             if case % 2:
@@ -251,14 +257,15 @@ def test_no_damage_of_a_checkpoint_goes_unnoticed(copied, finished):
             else:
                 del damaged[chance.randrange(len(whole)) :]
             file.write_bytes(damaged)
-            cases += 1
             step, arrays, logged = inspect(copied)
             assert same(arrays, older[step]), file
             assert (step < 60) == ("older checkpoint" in logged)
-            noticed += step < 60
+            if not left_behind:
+                cases += 1
+                noticed += step < 60
         file.write_bytes(whole)
     assert cases >= 60
-    assert noticed > cases / 4
+    assert noticed > cases / 3
     step, arrays, _ = inspect(copied)
     assert step == 60
     assert same(arrays, finished[1])
