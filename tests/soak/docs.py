@@ -135,7 +135,8 @@ def shrink(command: str) -> str | None:
         return None
     command = command.removeprefix("pip install -e . && ")
     if command.endswith("python serve.py"):  # it must end as it is told to, with 0
-        command = f"python train.py {TRAIN} && timeout --preserve-status 30 python serve.py"
+        train = f"python train.py {TRAIN} --run NAME"
+        command = f"{train} && timeout --preserve-status 30 python serve.py"
     command = command.replace("roneneldan/TinyStories", "./stories")
     if command.startswith("python benchmarks/serve.py"):  # needs a model's folder
         command = command.replace(" laptop SmolLM2-135M/", "")
