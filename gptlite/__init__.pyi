@@ -12,6 +12,7 @@ from .generation.generate import generate as generate
 from .models.attention_maps import attention_maps as attention_maps
 from .models.encoder import Encoder as Encoder
 from .models.gpt import GPT as GPT
+from .models.logit_lens import logit_lens as logit_lens
 from .models.seq2seq import Seq2Seq as Seq2Seq
 from .models.summary import summary as summary
 from .research.check_block import check_block as check_block

@@ -58,28 +58,36 @@ def attention_maps(
     **Raises:** `UserError` if such a method returns another shape than that of attention weights.
     """
 
-    def unstacked(node):
-        return node.unstack() if isinstance(node, Stack) else node
-
-    def has_weights(node):
-        return isinstance(node, eqx.Module) and callable(getattr(type(node), "weights", None))
-
-    @eqx.filter_jit
-    def run(model, arguments, options):
-        found: dict[str, Array] = {}
-
-        def on_call(name, module, given, others, out):
-            weights = found[name] = module.weights(*given, **others)
-            x = given[0]
-            if weights.shape[:-3] != x.shape[:-2] or weights.shape[-2] != x.shape[-2]:
-                raise UserError(
-                    f"{name}.weights must return [*batch, heads, seq, keys] for inputs of "
-                    f"{list(x.shape)}, got {list(weights.shape)}."
-                )
-
-        with_call_hook(model, has_weights, on_call)(*arguments, **options)
-        return found
-
     # Layers that share a module would share its name.
-    model = jax.tree.map(unstacked, model, is_leaf=lambda node: isinstance(node, Stack))
-    return run(model, arguments, options)
+    return _attention_maps(jax.tree.map(_unstacked, model, is_leaf=_is_stack), arguments, options)
+
+
+@eqx.filter_jit
+def _attention_maps(
+    model: Any, arguments: tuple[Any, ...], options: dict[str, Any]
+) -> dict[str, Array]:
+    found: dict[str, Array] = {}
+
+    def on_call(name, module, given, others, out):
+        weights = found[name] = module.weights(*given, **others)
+        x = given[0]
+        if weights.shape[:-3] != x.shape[:-2] or weights.shape[-2] != x.shape[-2]:
+            raise UserError(
+                f"{name}.weights must return [*batch, heads, seq, keys] for inputs of "
+                f"{list(x.shape)}, got {list(weights.shape)}."
+            )
+
+    with_call_hook(model, _has_weights, on_call)(*arguments, **options)
+    return found
+
+
+def _has_weights(node: Any) -> bool:
+    return isinstance(node, eqx.Module) and callable(getattr(type(node), "weights", None))
+
+
+def _is_stack(node: Any) -> bool:
+    return isinstance(node, Stack)
+
+
+def _unstacked(node: Any) -> Any:
+    return node.unstack() if _is_stack(node) else node
