@@ -1,5 +1,6 @@
 """Files that are written completely or not at all, and locks."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -41,6 +42,18 @@ def lock(path: Path, busy: str, seconds: float = 0.0) -> AcquireReturnProxy:
         return FileLock(path, timeout=seconds).acquire()
     except Timeout:
         raise UserError(busy) from None
+
+
+def is_locked(path: Path) -> bool:
+    """Whether another process has locked the file `path`. It is locked here for a moment: what
+    waits for some seconds is not disturbed."""
+    try:
+        with lock(path, "") if path.exists() else contextlib.nullcontext():
+            return False
+    except UserError:
+        return True
+    except OSError:
+        return False
 
 
 def write_atomically(path: Path, content: str | bytes | Iterable[bytes]) -> None:

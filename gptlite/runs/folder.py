@@ -75,6 +75,8 @@ from gptlite.training.step import TrainState
 
 # How long a file may take to be seen on another host. (NFS keeps what it has seen for a minute.)
 SEEN_SECONDS = 90.0
+# Who only looks whether a run is trained holds its lock for a moment.
+LOCK_SECONDS = 1.0
 # Bytes of a line of `metrics.jsonl`.
 MAX_LINE = 2**12
 # Lines in a row that are none of metrics, or after the step that is wanted.
@@ -124,7 +126,7 @@ class RunFolder:
         busy = f"The run {self.path} is being trained by another process: wait for it, or stop it."
         with self._writing():
             path = self.path.resolve()
-            self._lock = lock(path.with_name(f".{path.name}.lock"), busy)
+            self._lock = lock(path.with_name(f".{path.name}.lock"), busy, LOCK_SECONDS)
 
     def create(
         self,
