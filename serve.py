@@ -1,4 +1,4 @@
-"""Serve a trained model to clients of OpenAI's API: `python serve.py`."""
+"""Serve a trained model, with a page for browsers and OpenAI's API: `python serve.py`."""
 
 import os
 import sys
@@ -18,7 +18,8 @@ def main() -> None:
 def serve(arguments: ServeArguments, environment: Mapping[str, str]) -> None:
     # Imported here, because --help should not wait for JAX.
     try:
-        from gptlite.serving.app import make_app, serve_run
+        from gptlite.serving.app import make_app
+        from gptlite.serving.models import Models, serve_run
         from gptlite.serving.server import is_loopback, open_socket, run_server
     except ImportError as error:
         raise UserError(f'{error}. serve.py needs: pip install -e ".[serve]"') from error
@@ -45,21 +46,22 @@ def serve(arguments: ServeArguments, environment: Mapping[str, str]) -> None:
     asked = arguments.run or ""
     path = Path(asked.removeprefix("hf:")) if asked.startswith("hf:") else run.path
     name = path.resolve().name
-    served = serve_run(run, name, max_rows=arguments.rows, max_waiting=arguments.queue)
+    models = Models(serve_run(run, name, max_rows=arguments.rows, max_waiting=arguments.queue))
     host, port = listening.getsockname()[:2]
     address = f"[{host}]" if ":" in host else host
     app = make_app(
-        served,
+        models,
         # Elsewhere, a key protects the answers, or everyone may have them.
         hosts=frozenset({"127.0.0.1", "localhost", "[::1]", address}) if local else None,
         api_key=api_key,
         allow_origins=arguments.allow_origin,
     )
-    log(f"serving {served.name} at http://{address}:{port}/v1 (Ctrl-C ends)")
+    page = f"http://{address}:{port}"
+    log(f"serving {name}: a page at {page}, and OpenAI's API at {page}/v1 (Ctrl-C ends)")
     try:
-        run_server(app, listening, served.engine.stop)
+        run_server(app, listening, models.stop)
     finally:
-        served.engine.close()
+        models.close()
     log("stopped")
 
 

@@ -181,11 +181,13 @@ class SampleArguments:
 
 @dataclass(frozen=True)
 class ServeArguments:
-    """Serve a trained model over HTTP, with the endpoints of OpenAI's API for completions.
+    """Serve a trained model over HTTP: a page to play with it and to look inside it, and the
+    endpoints of OpenAI's API for completions.
 
-    Clients of that API need the address http://127.0.0.1:8000/v1 and the name of the model, which
-    is printed. Texts of many clients are generated together. SIGTERM or Ctrl-C ends the server:
-    what is running has 10 seconds to finish."""
+    Open http://127.0.0.1:8000 in a browser. Clients of the API need the address
+    http://127.0.0.1:8000/v1 and the name of the model, which is printed. Texts of many clients are
+    generated together. SIGTERM or Ctrl-C ends the server: what is running has 10 seconds to
+    finish."""
 
     run: str | None = None
     """A run's folder, or its name in runs/; hf:FOLDER or hf:NAME for a model in Hugging Face's

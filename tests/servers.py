@@ -11,9 +11,10 @@ import uvicorn
 from conftest import TINY, VOCAB, tiny_model
 
 from gptlite.models.gpt import GPT
-from gptlite.serving.app import Served, make_app
+from gptlite.serving.app import make_app
 from gptlite.serving.chat import ChatTemplate
 from gptlite.serving.engine import Engine
+from gptlite.serving.models import Models, Served
 from gptlite.serving.server import open_socket, server_config
 from gptlite.text.tokenizer import CharTokenizer, Tokenizer
 
@@ -49,14 +50,17 @@ def serving(
     max_rows: int = 8,
     max_waiting: int = 100,
     tokenizer: Tokenizer = TOKENIZER,
+    context_length: int = TINY.context_length,
     chat: ChatTemplate | None = None,
     **options: Any,
 ) -> Iterator[Address]:
     """A server in a thread, until the end of the block. `options`: of `make_app`."""
-    engine = Engine(model or tiny_model(), max_rows=max_rows, max_waiting=max_waiting)
-    served = Served(NAME, 0, tokenizer, TINY.context_length, 4, chat, engine)
+    model = model or tiny_model()
+    engine = Engine(model, max_rows=max_rows, max_waiting=max_waiting)
+    served = Served(NAME, 0, tokenizer, context_length, 4, chat, model, engine)
+    models = Models(served)
     given: dict[str, Any] = {"hosts": frozenset({"127.0.0.1"})}
-    app = make_app(served, **(given | options))
+    app = make_app(models, **(given | options))
     server = uvicorn.Server(server_config(app))
     listening = open_socket("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, args=([listening],))
@@ -66,4 +70,4 @@ def serving(
     finally:
         server.should_exit = True
         thread.join()
-        engine.close()
+        models.close()

@@ -10,11 +10,11 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, Protocol, TypeVar
 
 from gptlite.config import MAX_INT32, Between, SamplingConfig, UserError, check_fields, require
 from gptlite.generation.generate import N_BEST
-from gptlite.serving.text import Piece, ServedText, Token, shown
+from gptlite.serving.text import Piece, Scored, ServedText, Token, shown
 from gptlite.text.tokenizer import Ids, Tokenizer, as_ids, decode
 
 # Bytes of a request.
@@ -177,7 +177,13 @@ def _text_of(content: Any) -> Any:
     return content if isinstance(content, str) else None
 
 
-T = TypeVar("T", bound=Knobs)
+class Body(Protocol):
+    """A dataclass whose fields are those of a request."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+T = TypeVar("T", bound=Body)
 
 
 def parse(kind: type[T], body: bytes) -> T:
@@ -253,10 +259,14 @@ def read_prompt(tokenizer: Tokenizer, prompt: Any, most: int) -> Prompt:
         is_ids,
         f"prompt must be a text, ids, or a list of one of these, got {str(prompt)[:100]!r} in it.",
     )
-    size = tokenizer.vocab_size
-    wrong = [i for i in prompt if not 0 <= i < size]
-    require(not wrong, f"Ids of a prompt must be from 0 to {size - 1:,}, got {wrong[:1]}.")
+    check_ids(prompt, tokenizer.vocab_size)
     return Prompt(as_ids(prompt))
+
+
+def check_ids(ids: Sequence[Any], vocab_size: int) -> None:
+    """**Raises:** `UserError` if one of `ids` is none of the vocabulary."""
+    wrong = [i for i in ids if type(i) is not int or not 0 <= i < vocab_size]
+    require(not wrong, f"Ids must be from 0 to {vocab_size - 1:,}, got {str(wrong[:1])[:100]}.")
 
 
 class Form:
@@ -295,8 +305,8 @@ class Form:
     @staticmethod
     def _logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
         return {
-            "tokens": [shown(token.content) for token in tokens],
-            "token_logprobs": [_finite(token.log_prob) for token in tokens],
+            "tokens": [shown(token.itself.content) for token in tokens],
+            "token_logprobs": [finite(token.itself.log_prob) for token in tokens],
             "top_logprobs": [_best(token) for token in tokens],
             "text_offset": [token.offset for token in tokens],
         }
@@ -336,8 +346,7 @@ class ChatForm(Form):
             message = {"role": "assistant"} | message
             self._begun.add(index)
         content = [
-            _chat_token(token.content, token.log_prob)
-            | {"top_logprobs": [_chat_token(*rival) for rival in token.best]}
+            _chat_token(token.itself) | {"top_logprobs": list(map(_chat_token, token.best))}
             for token in piece.tokens
         ]
         return {
@@ -348,20 +357,24 @@ class ChatForm(Form):
         }
 
 
-def _chat_token(content: bytes, log_prob: float | None) -> dict[str, Any]:
-    return {"token": shown(content), "logprob": _finite(log_prob), "bytes": list(content)}
+def _chat_token(token: Scored) -> dict[str, Any]:
+    return {
+        "token": shown(token.content),
+        "logprob": finite(token.log_prob),
+        "bytes": list(token.content),
+    }
 
 
 def _best(token: Token) -> dict[str, float | None] | None:
     """The most probable tokens, and the token itself. Of two with the same text, the better one."""
-    if token.log_prob is None:
+    if token.itself.log_prob is None:
         return None
     found: dict[str, float | None] = {}
-    for content, log_prob in (*token.best, (token.content, token.log_prob)):
-        found.setdefault(shown(content), _finite(log_prob))
+    for scored in (*token.best, token.itself):
+        found.setdefault(shown(scored.content), finite(scored.log_prob))
     return found
 
 
-def _finite(log_prob: float | None) -> float | None:
+def finite(log_prob: float | None) -> float | None:
     """NaN, which a model that diverged may give, is no number of JSON."""
     return log_prob if log_prob is not None and math.isfinite(log_prob) else None

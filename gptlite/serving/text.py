@@ -24,17 +24,24 @@ class TextScores(NamedTuple):
     best_ids: Int[np.ndarray, "tokens best"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Token:
+class Scored(NamedTuple):
     """A token with its log probability, in nats."""
 
+    id: int
     content: bytes
     """Its UTF-8, not always whole characters."""
+    log_prob: float | None
+    """None for the first token of a text, which nothing predicts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Token:
+    """A token of a text."""
+
+    itself: Scored
     offset: int
     """Where its first character is in the text."""
-    log_prob: float | None
-    """None for the first token, which nothing predicts."""
-    best: list[tuple[bytes, float]]
+    best: list[Scored]
     """The most probable tokens in its place, the best first."""
 
 
@@ -107,7 +114,9 @@ class ServedText:
                 shown = slice(self._hidden, None)
                 self._add(self.ids[shown], TextScores(*(x[shown] for x in scores)))
                 if not self._hidden and self._tokens:
-                    self._tokens[0] = dataclasses.replace(self._tokens[0], log_prob=None, best=[])
+                    first = self._tokens[0]
+                    itself = first.itself._replace(log_prob=None)
+                    self._tokens[0] = Token(itself, first.offset, best=[])
             self._n_decoded = len(self._echo)
             # A prompt may end inside a character.
             self._decoder.reset()
@@ -170,16 +179,13 @@ class ServedText:
                 scores.best_log_probs[place, : self._n_best].tolist(),
                 strict=True,
             )
-            content = token_bytes(self._tokenizer, i)
-            self._tokens.append(
-                Token(
-                    content,
-                    self._n_decoded,
-                    float(scores.log_prob[place]),
-                    [(token_bytes(self._tokenizer, j), p) for j, p in best],
-                )
-            )
-            self._n_decoded += len(self._decoder.decode(content))
+            itself = self._scored(i, float(scores.log_prob[place]))
+            rivals = [self._scored(j, log_prob) for j, log_prob in best]
+            self._tokens.append(Token(itself, self._n_decoded, rivals))
+            self._n_decoded += len(self._decoder.decode(itself.content))
+
+    def _scored(self, i: int, log_prob: float) -> Scored:
+        return Scored(i, token_bytes(self._tokenizer, i), log_prob)
 
 
 def shown(content: bytes) -> str:

@@ -17,7 +17,7 @@ from servers import NAME, TOKENIZER, serving
 
 from gptlite.config import SamplingConfig
 from gptlite.generation.generate import generate
-from gptlite.serving import app as app_module, server as server_module
+from gptlite.serving import endpoints as endpoints_module, server as server_module
 from gptlite.serving.text import shown
 from gptlite.text.tokenizer import ByteTokenizer, decode
 
@@ -297,7 +297,8 @@ def test_rubbish_is_refused_with_a_sentence(address, body):
 
 def test_what_is_no_endpoint_is_refused(address):
     for path, method, status in (
-        ("/", "GET", 404),
+        ("/v1", "GET", 404),
+        ("/page/nothing", "GET", 404),
         ("/v1/completions", "GET", 405),
         ("/v1/chat/completions", "POST", 404),
         ("/../../etc/passwd", "GET", 404),
@@ -311,7 +312,7 @@ def test_what_is_no_endpoint_is_refused(address):
 
 
 def test_a_large_body_is_refused_while_it_comes(address, monkeypatch):
-    monkeypatch.setattr(app_module, "MAX_BODY", 1000)
+    monkeypatch.setattr(endpoints_module, "MAX_BODY", 1000)
     body = json.dumps({"model": NAME, "prompt": "a" * 1000})
     status, answer, _ = post(address, body)
     assert status == 413
@@ -319,7 +320,7 @@ def test_a_large_body_is_refused_while_it_comes(address, monkeypatch):
 
 
 def test_a_request_that_does_not_end_is_given_up(address, monkeypatch):
-    monkeypatch.setattr(app_module, "BODY_SECONDS", 0.1)
+    monkeypatch.setattr(endpoints_module, "BODY_SECONDS", 0.1)
     monkeypatch.setattr(server_module, "HEAD_SECONDS", 0.1)
     with socket.create_connection(("127.0.0.1", address.port), 10) as half_body:
         half_body.sendall(
@@ -350,7 +351,7 @@ def test_a_client_that_goes_away_frees_its_rows(address, stream):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_does_not_read_is_cut_off(stream, monkeypatch):
-    monkeypatch.setattr(app_module, "SEND_SECONDS", 0.2)
+    monkeypatch.setattr(endpoints_module, "SEND_SECONDS", 0.2)
     monkeypatch.setattr(server_module, "HEAD_SECONDS", 0.2)
     body = {"model": NAME, "prompt": "a", "max_tokens": 5000, "n": 4, "logprobs": 20}
     content = json.dumps(body | {"stream": stream}).encode()
@@ -401,7 +402,7 @@ def test_an_unexpected_error_is_an_error_object(address, monkeypatch):
     def fail(*_):
         raise ValueError("/home/someone/secret")
 
-    monkeypatch.setattr(app_module, "read_prompt", fail)
+    monkeypatch.setattr(endpoints_module, "read_prompt", fail)
     status, answer, headers = post(address, json.dumps({"model": NAME, "prompt": "a"}))
     assert status == 500
     assert answer["error"]["message"] == "The server failed. Its log says why."

@@ -190,17 +190,19 @@ def check_scores(model, ids, tokens):
     log_probs = np.asarray(jax.nn.log_softmax(eqx.filter_jit(model)(jnp.asarray(ids))))
     assert len(tokens) == len(ids)
     for place, (token, i) in enumerate(zip(tokens, ids, strict=True)):
-        assert token.content == TOKENIZER.token_bytes(i)
+        assert token.itself.id == i
+        assert token.itself.content == TOKENIZER.token_bytes(i)
         assert token.offset == place
         if place == 0:
-            assert token.log_prob is None
+            assert token.itself.log_prob is None
             assert not token.best
             continue
         row = log_probs[place - 1]
-        np.testing.assert_allclose(token.log_prob, row[i], atol=1e-4)
+        np.testing.assert_allclose(token.itself.log_prob, row[i], atol=1e-4)
         best = np.sort(row)[::-1][: len(token.best)]
-        np.testing.assert_allclose([p for _, p in token.best], best, atol=1e-4)
-        assert token.best[0][0] == TOKENIZER.token_bytes(int(row.argmax()))
+        np.testing.assert_allclose([b.log_prob for b in token.best], best, atol=1e-4)
+        assert token.best[0].id == row.argmax()
+        assert token.best[0].content == TOKENIZER.token_bytes(int(row.argmax()))
 
 
 @pytest.mark.parametrize("new", [0, 7])
@@ -228,7 +230,7 @@ def test_a_stop_string_ends_a_text_and_its_tokens(start):
     engine.submit([client.text])
     assert client.result == whole[: whole.index(stop)]
     assert client.reason == "stop"
-    assert b"".join(token.content for token in client.tokens).decode() == client.result
+    assert b"".join(token.itself.content for token in client.tokens).decode() == client.result
     assert client.text.n_generated == whole.index(stop) + len(stop)
 
 

@@ -45,7 +45,7 @@ def serving(folder, *words, **environment):
         assert process.stdout is not None
         assert select.select([process.stdout], [], [], 120)[0]
         line = process.stdout.readline()
-        found = re.search(r"serving small at http://.*:(\d+)/v1", line)
+        found = re.search(r"serving small: a page at http://.*:(\d+), and", line)
         assert found, line + process.stdout.read()
         yield process, int(found[1])
     finally:

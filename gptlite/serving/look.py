@@ -1,0 +1,99 @@
+"""What happens inside a model while it predicts a token."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from gptlite.models.attention_maps import attention_maps
+from gptlite.models.gpt import GPT
+from gptlite.models.logit_lens import residual_stream
+
+# Cells of a side of a small map of attention.
+SIDE = 64
+# Tokens that are reported of what a layer would predict.
+N_BEST = 10
+MIN_ROOM = 16
+
+
+class Layer(NamedTuple):
+    """An attention with weights."""
+
+    name: str
+    row: Float[np.ndarray, "heads keys"]
+    """The weights of the place that is looked at."""
+    maps: Float[np.ndarray, "heads side side"]
+    """All weights; each cell is the largest of `scale` queries and keys."""
+
+
+class Guess(NamedTuple):
+    """What a layer would predict if it were the last, in nats."""
+
+    ids: Int[np.ndarray, " best"]
+    log_probs: Float[np.ndarray, " best"]
+    next_log_prob: float | None
+    """Of the token that follows in the text. None if there is none."""
+
+
+class Inside(NamedTuple):
+    """What `look_inside` finds."""
+
+    layers: list[Layer]
+    scale: int
+    guesses: list[Guess]
+    """From the input of the first layer, and from the output of every layer."""
+
+
+def look_inside(model: GPT, ids: Sequence[int], place: int) -> Inside:
+    """How the model predicts what follows `ids[place]`: the attention weights of every layer, and
+    the logit lens.
+
+    Programs are compiled for few lengths of texts: the ids are padded, which changes nothing before
+    the padding, because attention is causal.
+    """
+    count, context = len(ids), model.config.context_length
+    room = MIN_ROOM
+    while room < count:
+        room *= 2
+    room = min(room, context)
+    scale = -(-room // SIDE)
+    padded = np.zeros(room, np.int32)
+    padded[:count] = ids
+    following = ids[place + 1] if place + 1 < count else -1
+    arrays = _look_inside(model, jnp.asarray(padded), jnp.int32(place), jnp.int32(following), scale)
+    rows, maps, best, best_ids, nexts = jax.tree.map(np.asarray, arrays)
+    side = -(-count // scale)
+    layers = [
+        Layer(name, row[:, :count], maps[name][:, :side, :side]) for name, row in rows.items()
+    ]
+    guesses = [
+        Guess(best_ids[i], best[i], None if following < 0 else float(nexts[i]))
+        for i in range(len(nexts))
+    ]
+    return Inside(layers, scale, guesses)
+
+
+@eqx.filter_jit
+def _look_inside(
+    model: GPT, ids: Int[Array, " room"], place: Array, following: Array, scale: int
+) -> tuple[dict[str, Array], dict[str, Array], Array, Array, Array]:
+    weights = attention_maps(model, ids)
+    rows = {name: jnp.take(w, place, axis=-2) for name, w in weights.items()}
+    maps = {name: _shrunk(w, scale) for name, w in weights.items()}
+    stream = jnp.take(residual_stream(model, ids), place, axis=-2)
+    log_probs = jax.nn.log_softmax(model.logits(model.norm(stream)), axis=-1)
+    best, best_ids = jax.lax.top_k(log_probs, min(N_BEST, model.vocab_size))
+    return rows, maps, best, best_ids, jnp.take(log_probs, jnp.maximum(following, 0), axis=-1)
+
+
+def _shrunk(
+    weights: Float[Array, "heads queries keys"], scale: int
+) -> Float[Array, "heads side side"]:
+    heads, queries, keys = weights.shape
+    more = ((0, 0), (0, -queries % scale), (0, -keys % scale))
+    cells = jnp.pad(weights, more).reshape(heads, -1, scale, (keys + more[2][1]) // scale, scale)
+    return jnp.max(cells, axis=(2, 4))

@@ -1,0 +1,395 @@
+"""The page: its files, and the endpoints that only it uses."""
+
+import base64
+import codecs
+import dataclasses
+import math
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from gptlite.config import MAX_INT32, Between, SamplingConfig, check_fields, require
+from gptlite.files import read_bounded
+from gptlite.generation.text import token_bytes
+from gptlite.runs.find import RUNS_FOLDER
+from gptlite.runs.overview import list_runs, read_curves
+from gptlite.runs.saved_config import load_config
+from gptlite.serving.api import (
+    MAX_TEXTS,
+    ApiError,
+    Form,
+    Prompt,
+    check_ids,
+    check_text,
+    finite,
+    parse,
+)
+from gptlite.serving.endpoints import (
+    LONG,
+    Endpoints,
+    Mailbox,
+    bad_request,
+    body_of,
+    finished,
+    submit,
+)
+from gptlite.serving.look import Inside, look_inside
+from gptlite.serving.models import Served
+from gptlite.serving.text import Piece, Scored, ServedText, Token, shown
+from gptlite.text.tokenizer import Tokenizer
+
+FILES = Path(__file__).with_name("web")
+# Where they are served. They hold no secret, and a browser cannot send a key for them.
+STATIC = "/static"
+# Where compare.py writes, and the picture in each folder.
+COMPARISONS_FOLDER, PICTURE = Path("comparisons"), "comparison.png"
+MAX_PICTURE = 2**24
+# Points of a curve: no screen has more columns.
+MAX_POINTS = 4000
+# Tokens that are reported in place of each token.
+N_RIVALS = 10
+
+
+@dataclass(frozen=True)
+class Text:
+    """The body of a request to /page/score."""
+
+    model: str
+    text: str
+
+    def __post_init__(self):
+        check_fields("", self)
+        check_text("text", self.text)
+        require(self.text != "", "text must have at least one character.")
+
+
+@dataclass(frozen=True)
+class Place:
+    """The body of a request to /page/look."""
+
+    model: str
+    ids: list
+    """Of the text."""
+    place: int
+    """Of the token after which the model predicts."""
+
+    def __post_init__(self):
+        check_fields("", self)
+
+
+async def _page(request: Request) -> Response:
+    return FileResponse(FILES / "index.html")
+
+
+class PageEndpoints(Endpoints):
+    """Those that the page uses."""
+
+    def routes(self) -> list[BaseRoute]:
+        """Where they are, and the page itself."""
+        return [
+            Route("/", _page),
+            Mount(STATIC, StaticFiles(directory=FILES)),
+            Route("/page/settings", self.settings),
+            Route("/page/completions", self.completions, methods=["POST"]),
+            Route("/page/score", self.score, methods=["POST"]),
+            Route("/page/look", self.look, methods=["POST"]),
+            Route("/page/runs", self.runs),
+            Route("/page/runs/{name}", self.curves),
+            Route("/page/runs/{name}/config", self.config),
+            Route("/page/comparisons", self.comparisons),
+            Route("/page/comparisons/{name}", self.picture),
+        ]
+
+    async def _find(self, name: str) -> Served:
+        if name == self._served.name:
+            return self._served
+        return await self._models.load(_folder(RUNS_FOLDER, name, "best.safetensors"))
+
+    async def runs(self, request: Request) -> Response:
+        """All runs in the folder of runs."""
+
+        def work() -> Response:
+            return JSONResponse([dataclasses.asdict(run) for run in list_runs(RUNS_FOLDER)])
+
+        return await self._off_loop(True, work)
+
+    async def curves(self, request: Request) -> Response:
+        """The losses of a run, from a place in its file on."""
+        path = _folder(RUNS_FOLDER, request.path_params["name"], "config.json")
+        file, start = (_whole(request, name) for name in ("file", "start"))
+
+        def work() -> Response:
+            try:
+                found = read_curves(path, file, start, MAX_POINTS)
+            except OSError:
+                raise ApiError(404, f"The run {path.name} has no metrics yet.") from None
+            pairs = {
+                name: [steps.tolist(), [float(f"{value:.5g}") for value in values]]
+                for name, (steps, values) in (
+                    ("train", found.train),
+                    ("validation", found.validation),
+                )
+            }
+            place = {"file": found.file, "end": found.end, "complete": found.complete}
+            return JSONResponse(place | pairs)
+
+        return await self._off_loop(True, work)
+
+    async def config(self, request: Request) -> Response:
+        """The settings of a run, as options of train.py."""
+        path = _folder(RUNS_FOLDER, request.path_params["name"], "config.json")
+        with bad_request():
+            config = load_config(path / "config.json")
+        return JSONResponse(
+            {
+                f"{section}.{name}": value
+                for section, fields in dataclasses.asdict(config).items()
+                for name, value in fields.items()
+            }
+        )
+
+    async def comparisons(self, request: Request) -> Response:
+        """The names of comparisons that have a picture, the newest first."""
+        found = sorted(
+            COMPARISONS_FOLDER.glob(f"[!.]*/{PICTURE}"), key=lambda path: -path.stat().st_mtime
+        )
+        return JSONResponse([path.parent.name for path in found])
+
+    async def picture(self, request: Request) -> Response:
+        """The picture of a comparison."""
+        path = _folder(COMPARISONS_FOLDER, request.path_params["name"], PICTURE)
+        try:
+            content = read_bounded(path / PICTURE, MAX_PICTURE)
+        except OSError as error:
+            raise ApiError(404, f"The picture cannot be read: {error}.") from error
+        return Response(content, media_type="image/png")
+
+    def _form(self, served: Served, prompts: Sequence[Prompt], *, echo: bool) -> Form:
+        require(len(prompts) == 1, f"Give one prompt, got {len(prompts)}.")
+        before = [] if echo else prompts[0].ids.tolist()
+        return PageForm(served.tokenizer, before)
+
+    async def settings(self, request: Request) -> Response:
+        served = self._served
+        return JSONResponse(
+            {
+                "model": served.name,
+                "context_length": served.context_length,
+                "vocab_size": served.tokenizer.vocab_size,
+                "start_ids": list(served.tokenizer.start_ids),
+                "bounds": sampling_bounds(),
+            }
+        )
+
+    async def score(self, request: Request) -> Response:
+        """Every token of a text of any length."""
+        with bad_request():
+            body = await body_of(request)
+            asked = parse(Text, body)
+            served = await self._find(asked.model)
+            scoring = Scoring(served, asked.text)
+        mailbox = Mailbox(streamed=False)
+        texts = scoring.texts(mailbox)
+        submit(served.engine, texts)
+        pieces = await finished(request, served.engine, mailbox, texts)
+        tokens = [token for piece in pieces for token in piece.tokens]
+        return await self._off_loop(
+            len(tokens) > LONG // N_RIVALS, lambda: JSONResponse(scoring.answer(tokens))
+        )
+
+    async def look(self, request: Request) -> Response:
+        """Inside of the model while it predicts a token."""
+        with bad_request():
+            asked = parse(Place, await body_of(request))
+            served = await self._find(asked.model)
+            size, most = served.tokenizer.vocab_size, served.context_length
+            check_ids(asked.ids, size)
+            require(
+                1 <= len(asked.ids) <= most,
+                f"ids must be 1 to {most:,} (the model's context), got {len(asked.ids):,}.",
+            )
+            require(
+                0 <= asked.place < len(asked.ids),
+                f"place must be from 0 to {len(asked.ids) - 1}, got {asked.place}.",
+            )
+
+        def work() -> Response:
+            found = look_inside(served.model, asked.ids, asked.place)
+            return JSONResponse(_inside(found, served.tokenizer))
+
+        return await self._off_loop(True, work)
+
+
+class Scoring:
+    """The tokens of a text that may be longer than the context, in windows of the context that
+    overlap by half, so that each token but the first ones is predicted from at least half of it."""
+
+    def __init__(self, served: Served, text: str):
+        """**Raises:** `UserError` if the text is too long."""
+        context = served.context_length
+        step = max(1, context // 2)
+        most = (MAX_TEXTS * step) * served.longest_token
+        require(
+            len(text) <= most,
+            f"A text to be scored has at most {most:,} characters, got {len(text):,}.",
+        )
+        start = served.tokenizer.start_ids
+        ids = [*start, *served.tokenizer.encode(text).tolist()]
+        count = 1 + max(0, -(-(len(ids) - context) // step))
+        require(
+            count <= MAX_TEXTS,
+            f"A text to be scored has at most {context + (MAX_TEXTS - 1) * step:,} tokens, got "
+            f"{len(ids):,}.",
+        )
+        self._tokenizer = served.tokenizer
+        self._windows = [ids[i * step : i * step + context] for i in range(count)]
+        self._overlap, self._n_start = context - step, len(start)
+
+    def texts(self, mailbox: Mailbox) -> list[ServedText]:
+        """What the engine reads."""
+        return [
+            ServedText(
+                window,
+                self._tokenizer,
+                sampling=SamplingConfig(),
+                max_new_tokens=0,
+                n_best=N_RIVALS,
+                echo="",
+                hidden=self._overlap if i else self._n_start,
+                deliver=mailbox.slot(),
+            )
+            for i, window in enumerate(self._windows)
+        ]
+
+    @staticmethod
+    def answer(tokens: Sequence[Token]) -> dict[str, Any]:
+        """The tokens, and what they cost together."""
+        shown_tokens = TokenTexts()
+        scored = [token.itself for token in tokens if token.itself.log_prob is not None]
+        nats = -sum(token.log_prob or 0.0 for token in scored)
+        n_bytes = sum(len(token.content) for token in scored)
+        return {
+            "tokens": [shown_tokens.record(token) for token in tokens],
+            "nats_per_token": finite(nats / len(scored)) if scored else None,
+            "bits_per_byte": finite(nats / math.log(2) / n_bytes) if n_bytes else None,
+        }
+
+
+class TokenTexts:
+    """What each token adds to a text: one that ends inside a character adds what is whole."""
+
+    def __init__(self):
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def add(self, content: bytes, *, final: bool = False) -> str:
+        """The text that is whole with a token of this content."""
+        return self._decoder.decode(content, final)
+
+    def record(self, token: Token, *, final: bool = False) -> dict[str, Any]:
+        """A token for the page."""
+        return {
+            "id": token.itself.id,
+            "text": self.add(token.itself.content, final=final),
+            "log_prob": finite(token.itself.log_prob),
+            "rivals": list(map(_rival, token.best)),
+        }
+
+
+class PageForm(Form):
+    """A stream of tokens with their ids and their rivals."""
+
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int]):
+        """`before`: the tokens of the prompt, if they are not part of the text."""
+        super().__init__("", 0)
+        self._texts = TokenTexts()
+        for i in before:
+            self._texts.add(token_bytes(tokenizer, i))
+
+    def choice(self, index: int, piece: Piece, *, scored: bool, streamed: bool) -> dict[str, Any]:
+        last = len(piece.tokens) - 1 if piece.finish_reason else None
+        return {
+            "tokens": [
+                self._texts.record(token, final=i == last) for i, token in enumerate(piece.tokens)
+            ],
+            "finish_reason": piece.finish_reason,
+        }
+
+    def part(self, choices: Sequence[Any], **more: Any) -> dict[str, Any]:
+        return choices[0]
+
+
+def _folder(parent: Path, name: str, file: str) -> Path:
+    """The folder of that name in `parent`, which has such a file.
+
+    **Raises:** `ApiError` if there is none.
+    """
+    known = {path.parent.name: path.parent for path in parent.glob(f"[!.]*/{file}")}
+    if name not in known:
+        raise ApiError(404, f"There is no {name!r} with a {file} in {parent}/.", "model_not_found")
+    return known[name]
+
+
+def _whole(request: Request, name: str) -> int:
+    """A number that the address gives; 0 by default."""
+    given = request.query_params.get(name, "0")
+    if not (given.isascii() and given.isdigit() and len(given) < 20):
+        raise ApiError(400, f"{name} must be a whole number, got {given[:100]!r}.")
+    return int(given)
+
+
+def sampling_bounds() -> dict[str, list[float | None]]:
+    """The bounds of each setting that is a number; None: no upper bound."""
+    found: dict[str, list[float | None]] = {}
+    hints = typing.get_type_hints(SamplingConfig, include_extras=True)
+    for field in fields(SamplingConfig):
+        for bounds in getattr(hints[field.name], "__metadata__", ()):
+            if isinstance(bounds, Between):
+                high = bounds.high if bounds.high < MAX_INT32 else None
+                found[field.name] = [bounds.low, high]
+    return found
+
+
+def _rival(token: Scored) -> list[Any]:
+    return [token.id, shown(token.content), finite(token.log_prob)]
+
+
+def _inside(found: Inside, tokenizer: Tokenizer) -> dict[str, Any]:
+    def token(i: int, log_prob: float) -> list[Any]:
+        return _rival(Scored(i, token_bytes(tokenizer, i), log_prob))
+
+    return {
+        "layers": [
+            {
+                "name": layer.name,
+                "row": np.round(layer.row, 4).tolist(),
+                # Of each head, a byte for each cell.
+                "maps": [base64.b64encode(_bytes(head)).decode() for head in layer.maps],
+                "side": layer.maps.shape[-1],
+            }
+            for layer in found.layers
+        ],
+        "scale": found.scale,
+        "guesses": [
+            {
+                "best": [
+                    token(int(i), float(log_prob))
+                    for i, log_prob in zip(guess.ids, guess.log_probs, strict=True)
+                ],
+                "next": finite(guess.next_log_prob),
+            }
+            for guess in found.guesses
+        ],
+    }
+
+
+def _bytes(weights: np.ndarray) -> bytes:
+    """0 to 1 as 0 to 255."""
+    return np.round(255 * np.clip(weights, 0, 1)).astype(np.uint8).tobytes()

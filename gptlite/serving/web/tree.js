@@ -1,0 +1,43 @@
+// A text and its branches. A branch holds the tokens that it does not share with the one that it
+// began in: `at` tokens of that one's path come before them.
+
+export class Branch {
+  constructor(parent = null, at = 0) {
+    this.parent = parent;
+    this.at = at;
+    this.tokens = [];
+    this.children = [];
+    parent?.children.push(this);
+  }
+
+  /** All tokens from the beginning of the text. */
+  path() {
+    return this.parent ? [...this.parent.path().slice(0, this.at), ...this.tokens] : this.tokens;
+  }
+
+  get root() {
+    return this.parent ? this.parent.root : this;
+  }
+
+  /** The branch to which token `i` of the path belongs. */
+  owner(i) {
+    return this.parent && i < this.at ? this.parent.owner(i) : this;
+  }
+
+  /** The branches that share the path before token `i`, and differ in it. */
+  alternatives(i) {
+    const owner = this.owner(i);
+    if (owner.parent && i === owner.at) return owner.parent.alternatives(i);
+    return [owner, ...owner.children.filter((child) => child.at === i)];
+  }
+
+  /** The branch with `token` in place `i`: one that is there already, or a new one. */
+  branch(i, token) {
+    const known = this.alternatives(i);
+    const found = known.find((branch) => branch.path()[i].id === token.id);
+    if (found) return found;
+    const made = new Branch(known[0], i);
+    made.tokens.push(token);
+    return made;
+  }
+}

@@ -1,0 +1,300 @@
+"""The endpoints of the page, against the model called directly."""
+
+import base64
+import json
+import re
+import urllib.error
+import urllib.request
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import TEXT, TINY, run_script, tiny_model
+from servers import NAME, TOKENIZER, serving
+
+from gptlite.models.attention_maps import attention_maps
+from gptlite.models.logit_lens import logit_lens
+from gptlite.serving.page import FILES, TokenTexts
+from gptlite.serving.text import Scored, Token
+from gptlite.text.tokenizer import ByteTokenizer
+
+C = TINY.context_length
+TEXT_IDS = [3, 1, 4, 1, 5, 9, 2, 6]
+SMALL = (
+    "--model.n-layers 1 --model.n-heads 2 --model.d-model 16 --model.context-length 16 "
+    "--training.batch-size 8 --training.accumulation 1 --training.steps 4 --training.log-every 2 "
+    "--training.eval-every 2 --training.sample-tokens 0 --data.corpus text.txt"
+)
+
+
+@pytest.fixture(name="address", scope="module")
+def fixture_address():
+    with serving() as address:
+        yield address
+
+
+def answer(address, path, body=None, **headers) -> tuple[int, Any, Any]:
+    """Status, content and headers of an answer; the content as JSON if it is that."""
+    request = urllib.request.Request(f"http://127.0.0.1:{address.port}{path}", headers=headers)
+    if body is not None:
+        request.data = json.dumps({"model": NAME} | body).encode()
+        request.add_header("Content-Type", "application/json")
+    try:
+        with urllib.request.urlopen(request, timeout=60) as found:
+            status, content, headers = found.status, found.read(), found.headers
+    except urllib.error.HTTPError as error:
+        status, content, headers = error.code, error.read(), error.headers
+    is_json = headers.get_content_type() == "application/json"
+    return status, json.loads(content) if is_json else content, headers
+
+
+def generated(address, **body):
+    """The tokens of a stream."""
+    asked = {"stream": True, "logprobs": 10, "seed": 1} | body
+    status, content, _ = answer(address, "/page/completions", asked)
+    assert status == 200, content
+    *events, end = content.decode().strip().split("\n\n")
+    assert end == "data: [DONE]"
+    records = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert [record["finish_reason"] for record in records][-1] == "length"
+    return [token for record in records for token in record["tokens"]]
+
+
+def log_probs_of(ids):
+    model = eqx.filter_jit(tiny_model())
+    return np.asarray(jax.nn.log_softmax(model(jnp.asarray(ids)), axis=-1))
+
+
+def check_tokens(tokens, ids, log_probs, start=1):
+    """Tokens from place `start` on against the model's own log probabilities. 1e-4: float32, in
+    products of other shapes."""
+    for place in range(start, len(ids)):
+        token, row = tokens[place], log_probs[place - 1]
+        assert token["id"] == ids[place]
+        np.testing.assert_allclose(token["log_prob"], row[ids[place]], atol=1e-4)
+        rivals = token["rivals"]
+        np.testing.assert_allclose(
+            [log_prob for _, _, log_prob in rivals], np.sort(row)[::-1][:10], atol=1e-4
+        )
+        assert [text for _, text, _ in rivals] == [TOKENIZER.characters[i] for i, _, _ in rivals]
+
+
+def test_each_token_comes_with_its_rivals(address):
+    tokens = generated(address, prompt="dbeb", echo=True, max_tokens=6)
+    ids = [token["id"] for token in tokens]
+    assert ids[:4] == TEXT_IDS[:4]
+    assert [token["text"] for token in tokens] == [TOKENIZER.characters[i] for i in ids]
+    assert tokens[0]["log_prob"] is None
+    check_tokens(tokens, ids, log_probs_of(ids))
+
+
+def test_a_branch_is_generated_from_ids(address):
+    """Without the prompt in it; the same text as from a prompt that is a text."""
+    from_text = generated(address, prompt="dbeb", echo=True, max_tokens=6)
+    assert generated(address, prompt=TEXT_IDS[:4], max_tokens=6) == from_text[4:]
+
+
+def test_a_character_of_several_tokens_comes_with_the_last_of_them():
+    texts = TokenTexts()
+    contents = ["é".encode()[:1], "é".encode()[1:] + b"a", b"\xe2\x80", b"b", b"\xe2"]
+    records = [
+        texts.record(Token(Scored(0, content, -1.0), 0, []), final=i == 4)["text"]
+        for i, content in enumerate(contents)
+    ]
+    assert records == ["", "éa", "", "\ufffdb", "\ufffd"]
+
+
+def test_a_branch_begins_inside_a_character():
+    """The prompt's last token is the first half of a character."""
+    tokenizer = ByteTokenizer()
+    with serving(tiny_model(), tokenizer=tokenizer) as address:
+        body = {"prompt": [1, 2], "max_tokens": 3}
+        assert len(generated(address, **body)) == 3
+
+
+def test_a_text_is_scored(address):
+    ids = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+    text = "".join(TOKENIZER.characters[i] for i in ids)
+    status, found, _ = answer(address, "/page/score", {"text": text})
+    assert status == 200
+    log_probs = log_probs_of(ids)
+    check_tokens(found["tokens"], ids, log_probs)
+    nats = -np.mean([log_probs[place - 1, i] for place, i in enumerate(ids) if place])
+    np.testing.assert_allclose(found["nats_per_token"], nats, atol=1e-4)
+    # A character is a byte here.
+    np.testing.assert_allclose(found["bits_per_byte"], nats / np.log(2), atol=2e-4)
+
+
+def test_a_text_beyond_the_context_is_scored_in_windows(address):
+    """Each token is predicted from at least half of the context."""
+    ids = np.random.default_rng(0).integers(0, 13, 5 * C + 3).tolist()
+    text = "".join(TOKENIZER.characters[i] for i in ids)
+    _, found, _ = answer(address, "/page/score", {"text": text})
+    assert [token["id"] for token in found["tokens"]] == ids
+    check_tokens(found["tokens"], ids[:C], log_probs_of(ids[:C]))
+    for begin in range(C // 2, len(ids) - C // 2, C // 2):
+        window = ids[begin : begin + C]
+        scored = found["tokens"][begin : begin + C]
+        check_tokens(scored, window, log_probs_of(window), start=C // 2)
+    nats = -np.mean([token["log_prob"] for token in found["tokens"][1:]])
+    np.testing.assert_allclose(found["nats_per_token"], nats, rtol=1e-6)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, C])
+def test_inside_of_the_model(address, count):
+    ids, place = np.random.default_rng(1).integers(0, 13, count).tolist(), max(0, count - 2)
+    status, found, _ = answer(address, "/page/look", {"ids": ids, "place": place})
+    assert status == 200
+    model, array = tiny_model(), jnp.asarray(ids)
+    maps = attention_maps(model, array)
+    assert [layer["name"] for layer in found["layers"]] == list(maps)
+    for layer, weights in zip(found["layers"], maps.values(), strict=True):
+        np.testing.assert_allclose(layer["row"], weights[:, place], atol=1e-4)  # 4 decimals
+        assert layer["side"] == count
+        for shown, head in zip(layer["maps"], weights, strict=True):
+            cells = np.frombuffer(base64.b64decode(shown), np.uint8).reshape(count, count)
+            np.testing.assert_allclose(cells / 255, head, atol=0.5 / 255 + 1e-5)
+    lens = jax.nn.log_softmax(eqx.filter_jit(logit_lens)(model, array)[:, place], axis=-1)
+    for guess, row in zip(found["guesses"], np.asarray(lens), strict=True):
+        best = [log_prob for _, _, log_prob in guess["best"]]
+        np.testing.assert_allclose(best, np.sort(row)[::-1][:10], atol=1e-4)
+        assert guess["best"][0][0] == row.argmax()
+        following = None if place + 1 == count else row[ids[place + 1]]
+        assert (guess["next"] is None) == (following is None)
+        if following is not None:
+            np.testing.assert_allclose(guess["next"], following, atol=1e-4)
+
+
+def test_the_map_of_a_long_text_has_the_largest_weights():
+    """A cell stands for several tokens where a text has more than 64."""
+    model = tiny_model(context_length=160)
+    ids = np.random.default_rng(2).integers(0, 13, 150).tolist()
+    with serving(model, context_length=160) as address:
+        _, found, _ = answer(address, "/page/look", {"ids": ids, "place": 140})
+    assert found["scale"] == 3  # a room of 160 tokens
+    weights = next(iter(attention_maps(model, jnp.asarray(ids)).values()))
+    layer = found["layers"][0]
+    assert layer["side"] == 50
+    cells = np.frombuffer(base64.b64decode(layer["maps"][1]), np.uint8).reshape(50, 50)
+    expected = np.asarray(weights[1]).reshape(50, 3, 50, 3).max(axis=(1, 3))
+    np.testing.assert_allclose(cells / 255, expected, atol=0.5 / 255 + 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "sentence"),
+    [
+        ("/page/look", {"ids": [], "place": 0}, 400, "ids must be 1 to 12"),
+        ("/page/look", {"ids": [1] * 13, "place": 0}, 400, "got 13"),
+        ("/page/look", {"ids": [1, 13], "place": 0}, 400, r"from 0 to 12, got \[13\]"),
+        ("/page/look", {"ids": [1, "a"], "place": 0}, 400, "Ids must be"),
+        ("/page/look", {"ids": [1, True], "place": 0}, 400, "Ids must be"),
+        ("/page/look", {"ids": [1], "place": 1}, 400, "place must be from 0 to 0, got 1"),
+        ("/page/look", {"ids": [1]}, 400, "place must be given"),
+        ("/page/score", {"text": ""}, 400, "at least one character"),
+        ("/page/score", {"text": "\ud800"}, 400, "surrogate"),
+        ("/page/score", {"text": "z"}, 400, "z"),
+        ("/page/score", {"text": "a" * 2000}, 400, "at most 774 tokens, got 2,000"),
+        ("/page/score", {"text": "a" * 100_000}, 400, "at most 3,072 characters"),
+        ("/page/score", {"text": "a", "model": "../secret"}, 404, "There is no '../secret'"),
+        ("/page/score", {"text": 5}, 400, "text"),
+        ("/page/completions", {"prompt": ["a", "b"]}, 400, "one prompt, got 2"),
+    ],
+)
+def test_bad_requests_get_a_sentence(address, path, body, status, sentence):
+    found, content, _ = answer(address, path, body)
+    assert found == status, content
+    assert re.search(sentence, content["error"]["message"])
+
+
+# -- files ---------------------------------------------------------------------------------------
+
+
+def test_the_page_is_small_and_complete(address):
+    """60 kB, with no word of another host."""
+    total = sum(file.stat().st_size for file in FILES.iterdir())
+    assert total < 60_000
+    for file in FILES.iterdir():
+        path = "/" if file.name == "index.html" else f"/static/{file.name}"
+        status, content, headers = answer(address, path)
+        assert (status, content) == (200, file.read_bytes())
+        assert b"://" not in content
+        assert "script-src 'self'" in headers["Content-Security-Policy"]
+    for path in ("/static/../app.py", "/static/%2e%2e/app.py", "/static/none.js", "/static/"):
+        assert answer(address, path)[0] == 404
+
+
+def test_the_key_is_asked_for_but_not_by_the_files():
+    with serving(api_key="secret") as address:
+        assert answer(address, "/")[0] == answer(address, "/static/main.js")[0] == 200
+        for path in ("/page/settings", "/page/runs", "/page/comparisons", "/static", "//"):
+            assert answer(address, path)[0] == 401
+        assert answer(address, "/page/settings", Authorization="Bearer secret")[0] == 200
+
+
+# -- runs ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(name="folder", scope="module")
+def fixture_folder(tmp_path_factory):
+    """A folder with two runs and a comparison."""
+    folder = tmp_path_factory.mktemp("page")
+    (folder / "text.txt").write_text(TEXT)
+    for run, more in (("one", ""), ("two", " --model.n-layers 2")):
+        assert (
+            run_script("train.py", *f"{SMALL}{more} --run {run}".split(), folder=folder).code == 0
+        )
+    (folder / "comparisons" / "norms").mkdir(parents=True)
+    (folder / "comparisons" / "norms" / "comparison.png").write_bytes(b"\x89PNG")
+    return folder
+
+
+def test_runs_and_their_curves(address, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    _, runs, _ = answer(address, "/page/runs")
+    assert {run["name"] for run in runs} == {"one", "two"}
+    assert {run["state"] for run in runs} == {"done"}
+    lines = [json.loads(line) for line in (folder / "runs/one/metrics.jsonl").open()]
+    _, curves, _ = answer(address, "/page/runs/one")
+    assert curves["complete"]
+    steps, losses = curves["train"]
+    assert steps == [line["step"] for line in lines]
+    np.testing.assert_allclose(losses, [line["train_loss"] for line in lines], rtol=1e-4)
+    place = f"?file={curves['file']}&start={curves['end']}"
+    assert answer(address, f"/page/runs/one{place}")[1]["train"] == [[], []]
+    _, config, _ = answer(address, "/page/runs/two/config")
+    assert config["model.n_layers"] == 2
+    for path in (
+        "none",
+        "..",
+        "%2e%2e%2fone",
+        "one?start=-1",
+        "one?start=1e9",
+        "one?file=" + "9" * 99,
+    ):
+        assert answer(address, f"/page/runs/{path}")[0] in (400, 404)
+
+
+def test_a_run_is_continued_beside_the_served_model(address, folder, monkeypatch):
+    """As sample.py does."""
+    monkeypatch.chdir(folder)
+    words = ("--run", "two", "--prompt", "The", "--seed", "1", "--max-new-tokens", "20")
+    sampled = run_script("sample.py", *words, folder=folder).out
+    for _ in range(2):
+        tokens = generated(address, model="two", prompt="The", max_tokens=20)
+        assert "".join(token["text"] for token in tokens) + "\n" == sampled
+    assert generated(address, model="one", prompt="The", max_tokens=20)
+
+
+def test_the_pictures_of_comparisons(address, folder, monkeypatch, tmp_path):
+    monkeypatch.chdir(folder)
+    assert answer(address, "/page/comparisons")[1] == ["norms"]
+    status, content, headers = answer(address, "/page/comparisons/norms")
+    assert (status, content, headers["Content-Type"]) == (200, b"\x89PNG", "image/png")
+    assert answer(address, "/page/comparisons/none")[0] == 404
+    linked = folder / "comparisons" / "linked"
+    linked.mkdir()
+    (linked / "comparison.png").symlink_to(folder / "text.txt")
+    assert answer(address, "/page/comparisons/linked")[0] == 404
