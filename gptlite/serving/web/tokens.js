@@ -23,7 +23,7 @@ export class TokenList {
     place.addEventListener("pointerover", (event) => {
       clearTimeout(timer);
       const i = event.pointerType === "touch" ? null : index(event);
-      if (i !== null) timer = setTimeout(() => this.select(i), HOVER_MS);
+      if (i !== null) timer = setTimeout(() => i === this.selected || this.select(i), HOVER_MS);
     });
     place.addEventListener("pointerleave", () => clearTimeout(timer));
     place.addEventListener("click", (event) => {
