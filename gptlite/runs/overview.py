@@ -14,7 +14,7 @@ import numpy as np
 import safetensors
 from jaxtyping import Float, Int
 
-from gptlite.config import Config, UserError
+from gptlite.config import MAX_INT32, Config, UserError
 from gptlite.files import is_locked, is_plausible, open_regular, read_json
 from gptlite.presets import PRESETS
 from gptlite.runs.saved_config import load_config
@@ -147,7 +147,8 @@ def _records(lines: Iterable[bytes]) -> Iterable[dict[str, Any]]:
             record = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(record, dict) and type(record.get("step")) is int:
+        step = record.get("step") if isinstance(record, dict) else None
+        if type(step) is int and 0 <= step <= MAX_INT32:
             yield record
 
 

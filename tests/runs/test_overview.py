@@ -125,7 +125,11 @@ def test_curves_are_read_on_from_where_they_ended(runs, tmp_path):
 def test_lines_that_are_no_metrics_are_left_out(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(
         b'{"step": 1, "train_loss": 2.5}\n[]\n{"step": "2", "train_loss": 1}\n\xff\n'
-        b'{"step": 3, "train_loss": NaN}\n{"step": 4, "train_loss": 1e300}\n' + b"[" * 9000 + b"\n"
+        b'{"step": 3, "train_loss": NaN}\n'
+        b'{"step": 99999999999999999999, "train_loss": 1}\n{"step": 4, "train_loss": 1e300}\n'
+        + b"["
+        * 9000
+        + b"\n"
         b'{"step": 5, "train_loss": 1.5, "val_loss": 2}\n{"step": 6'
     )
     found = read_curves(tmp_path, 0, 0, 100)

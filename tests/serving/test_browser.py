@@ -167,6 +167,16 @@ def fixture_folder(tmp_path_factory):
     return folder
 
 
+def make_slow(address, monkeypatch):
+    step = address.engine._batch.step
+
+    def slow_step():
+        time.sleep(0.05)
+        return step()
+
+    monkeypatch.setattr(address.engine._batch, "step", slow_step)
+
+
 def log_probs_of(text):
     ids = TOKENIZER.encode(text)
     return ids, np.asarray(jax.nn.log_softmax(eqx.filter_jit(tiny_model())(jnp.asarray(ids))))
@@ -176,13 +186,7 @@ def log_probs_of(text):
 
 
 def test_tokens_arrive_as_they_are_made(page, address, monkeypatch):
-    step = address.engine._batch.step
-
-    def slow_step():
-        time.sleep(0.05)
-        return step()
-
-    monkeypatch.setattr(address.engine._batch, "step", slow_step)
+    make_slow(address, monkeypatch)
     page.open(address)
     page.fill("prompt", "abc")
     page.fill("max_tokens", "300")
@@ -278,13 +282,7 @@ def test_a_rival_begins_a_branch(page, address):
 
 
 def test_a_text_can_be_stopped(page, address, monkeypatch):
-    step = address.engine._batch.step
-
-    def slow_step():
-        time.sleep(0.05)
-        return step()
-
-    monkeypatch.setattr(address.engine._batch, "step", slow_step)
+    make_slow(address, monkeypatch)
     page.open(address)
     page.fill("prompt", "abc")
     page.fill("max_tokens", "20000")
