@@ -38,7 +38,6 @@ from filelock import AcquireReturnProxy
 from gptlite.config import Config, UserError, require
 from gptlite.custom import custom_arguments
 from gptlite.files import (
-    is_plausible,
     lock,
     open_regular,
     remove,
@@ -50,6 +49,7 @@ from gptlite.files import (
 from gptlite.processes import count, is_first, of_first, wait_for_first
 from gptlite.progress import log
 from gptlite.pytrees import size_of
+from gptlite.runs import metrics
 from gptlite.runs.checkpoints import Checkpoint, Checkpoints, Record, list_steps
 from gptlite.runs.find import check_free
 from gptlite.runs.saved_config import (
@@ -77,10 +77,6 @@ from gptlite.training.step import TrainState
 SEEN_SECONDS = 90.0
 # Who only looks whether a run is trained holds its lock for a moment.
 LOCK_SECONDS = 1.0
-# Bytes of a line of `metrics.jsonl`.
-MAX_LINE = 2**12
-# Lines in a row that are none of metrics, or after the step that is wanted.
-MAX_USELESS = 10_000
 
 
 class RunFolder:
@@ -328,24 +324,12 @@ class RunFolder:
 
     def _truncate_metrics(self, step: int) -> None:
         """Remove from `metrics.jsonl` the lines after `step`, and what is no line of metrics. The
-        file is always a new one, because the old one may have other names, outside of the run.
-        After very many useless lines the rest is not read: a file of zeros has no end."""
-        path = self.path / "metrics.jsonl"
-        if not path.exists():
+        file is always a new one, because the old one may have other names, outside of the run."""
+        path = self.path / metrics.FILE
+        if path.exists():
+            write_atomically(path, metrics.lines_up_to(path, step))
+        else:
             log(f"{path} is missing. A new one is started.")
-            return
-
-        def kept() -> Iterator[bytes]:
-            last = useless = 0
-            with open_regular(path) as file:
-                while useless < MAX_USELESS and (line := file.readline(MAX_LINE)):
-                    found = _step_of(line)
-                    useless += 1
-                    if last < found <= step:
-                        last, useless = found, 0
-                        yield line
-
-        write_atomically(path, kept())
 
     def log_metrics(self, progress: Progress, val_loss: float | None) -> None:
         """Add a line to `metrics.jsonl`."""
@@ -374,7 +358,7 @@ class RunFolder:
         if not is_first():
             return
         line = json.dumps(self.last, allow_nan=False) + "\n"
-        with self._writing(), (self.path / "metrics.jsonl").open("a", encoding="ascii") as file:
+        with self._writing(), (self.path / metrics.FILE).open("a", encoding="ascii") as file:
             file.write(line)
 
     def save(self, progress: Progress) -> None:
@@ -393,8 +377,8 @@ class RunFolder:
             if self.best is not None and self.best.step == step:
                 self._weights.append(("best", weights, self.best))
         with self._writing():
-            if is_first() and (self.path / "metrics.jsonl").exists():
-                sync(self.path / "metrics.jsonl")  # the checkpoint relies on it
+            if is_first() and (self.path / metrics.FILE).exists():
+                sync(self.path / metrics.FILE)  # the checkpoint relies on it
         record = Record(
             position=progress.position,
             seconds=self.seconds,
@@ -468,7 +452,7 @@ class RunFolder:
     def curves(self) -> list[dict[str, Any]]:
         """The steps and losses of `metrics.jsonl`."""
         names = ("step", "train_loss", "val_loss")
-        with open_regular(self.path / "metrics.jsonl") as file:
+        with open_regular(self.path / metrics.FILE) as file:
             return [
                 {name: x for name, x in json.loads(line).items() if name in names} for line in file
             ]
@@ -504,18 +488,6 @@ class RunFolder:
             yield
         except OSError as error:
             raise UserError(f"The run folder {self.path} cannot be written: {error}.") from error
-
-
-def _step_of(line: bytes) -> int:
-    """The step of a line of metrics; 0 for anything else."""
-    try:
-        record = json.loads(line)
-        step, train_loss = record["step"], record["train_loss"]
-        val_loss = record.get("val_loss", 0.0)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return 0
-    right = (train_loss is None or is_plausible(train_loss)) and is_plausible(val_loss)
-    return step if right and type(step) is int and line.endswith(b"\n") else 0
 
 
 def _devices(config: Config) -> str:

@@ -1,9 +1,10 @@
 """Arrays by name, and weights as a file that any safetensors reader opens."""
 
+import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ from jaxtyping import PyTree
 from safetensors import SafetensorError
 
 from gptlite.config import UserError
-from gptlite.files import is_plausible, read_bounded, write_atomically
+from gptlite.files import check_regular, is_plausible, read_bounded, write_atomically
 from gptlite.models.gpt import GPT
 from gptlite.processes import is_first
 from gptlite.pytrees import is_array, is_stacked, path_name, size_of
@@ -123,15 +124,35 @@ def save_weights(path: Path, weights: dict[str, np.ndarray], evaluated: Evaluate
     write_atomically(path, safetensors.numpy.save(weights, metadata))
 
 
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A safetensors file, for its header and single arrays.
+
+    **Raises:** `OSError`, also if it is a link or no regular file; `SafetensorError`.
+    """
+    check_regular(path)
+    with safetensors.safe_open(path, "numpy") as file:
+        yield file
+
+
 def read_evaluated(path: Path) -> Evaluated | None:
     """Step and validation loss of the weights in `path`; None if they cannot be read."""
     try:
-        with safetensors.safe_open(path, "numpy") as file:
+        with opened(path) as file:
             found = json.loads((file.metadata() or {})["evaluated"])
         step, val_loss = found["step"], found["val_loss"]
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError):
         return None
     return Evaluated(step, val_loss) if type(step) is int and is_plausible(val_loss) else None
+
+
+def read_shapes(path: Path) -> dict[str, list[int]] | None:
+    """The shapes of the arrays in `path`, by name; None if they cannot be read."""
+    try:
+        with opened(path) as file:
+            return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError):
+        return None
 
 
 def require_room(source: str, skeleton: GPT) -> None:

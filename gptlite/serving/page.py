@@ -20,7 +20,8 @@ from gptlite.config import MAX_INT32, Between, SamplingConfig, check_fields, req
 from gptlite.files import read_bounded
 from gptlite.generation.text import token_bytes
 from gptlite.runs.find import RUNS_FOLDER
-from gptlite.runs.overview import list_runs, read_curves
+from gptlite.runs.metrics import read_curves
+from gptlite.runs.overview import list_runs
 from gptlite.runs.saved_config import load_config
 from gptlite.serving.api import (
     MAX_TEXTS,
@@ -52,8 +53,8 @@ STATIC = "/static"
 # Where compare.py writes, and the picture in each folder.
 COMPARISONS_FOLDER, PICTURE = Path("comparisons"), "comparison.png"
 MAX_PICTURE = 2**24
-# Points of a curve: no screen has more columns.
-MAX_POINTS = 4000
+# Points of a curve: half a point for each column of a wide screen on a linear axis.
+MAX_POINTS = 1000
 # Tokens that are reported in place of each token.
 N_RIVALS = 10
 

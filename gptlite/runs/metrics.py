@@ -1,0 +1,163 @@
+"""The lines of `metrics.jsonl`, read while a run is trained or later. They may be a stranger's."""
+
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from gptlite.config import MAX_INT32
+from gptlite.files import is_plausible, open_regular
+
+FILE = "metrics.jsonl"
+# Bytes of a line.
+MAX_LINE = 2**12
+# Lines in a row that are none of metrics, or after the step that is wanted.
+MAX_USELESS = 10_000
+# Bytes that are read at once for curves.
+MAX_READ = 2**22
+
+Points = tuple[Int[np.ndarray, " points"], Float[np.ndarray, " points"]]
+
+
+def parsed(line: bytes) -> dict[str, Any] | None:
+    """What a line says of a step; None if it is no whole line of metrics."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if line.endswith(b"\n") and _is_metrics(record) else None
+
+
+def _is_metrics(record: Any) -> TypeGuard[dict[str, Any]]:
+    """Whether training could have written it. A loss that is not finite is null there."""
+    if not isinstance(record, dict) or "train_loss" not in record:
+        return False
+    step, train_loss, val_loss = record.get("step"), record["train_loss"], record.get("val_loss", 0)
+    return (
+        type(step) is int
+        and 0 <= step <= MAX_INT32
+        and (train_loss is None or is_plausible(train_loss))
+        and is_plausible(val_loss)
+    )
+
+
+def lines_up_to(path: Path, step: int) -> Iterator[bytes]:
+    """The lines of metrics up to a step, in their order. After very many useless lines the rest is
+    not read: a file of zeros has no end.
+
+    **Raises:** `OSError` if there is no such file.
+    """
+    last = useless = 0
+    with open_regular(path) as file:
+        while useless < MAX_USELESS and (line := file.readline(MAX_LINE)):
+            record = parsed(line)
+            useless += 1
+            if record is not None and last < record["step"] <= step:
+                last, useless = record["step"], 0
+                yield line
+
+
+def last_step(run: Path) -> int:
+    """Of the last whole line; 0 if there is none."""
+    try:
+        with open_regular(run / FILE) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_LINE))
+            lines = file.read(MAX_LINE).splitlines(keepends=True)
+    except OSError:
+        return 0
+    records = filter(None, map(parsed, reversed(lines)))
+    return next((record["step"] for record in records), 0)
+
+
+@dataclass(frozen=True)
+class Curves:
+    """A part of a run's metrics."""
+
+    file: int
+    """Changes when the file is another one: a run that is resumed may begin it anew."""
+    end: int
+    """Where the next part begins."""
+    complete: bool
+    """Whether that is the end of the file."""
+    train: Points
+    """Steps and losses."""
+    validation: Points
+
+
+def read_curves(run: Path, file: int, start: int, most: int) -> Curves:
+    """The losses in `metrics.jsonl` from byte `start` of a file, or all, if there is another file
+    now. Of each curve, at most `most` points are kept. What was read is remembered while the file
+    stays as it is.
+
+    **Raises:** `OSError` if there is no such file.
+    """
+    path = run.absolute() / FILE
+    status = path.stat()
+    stamp = status.st_ino, status.st_mtime_ns, status.st_size
+    return _read_curves(path, stamp, file, start, most)
+
+
+@lru_cache(maxsize=512)
+def _read_curves(
+    path: Path, stamp: tuple[int, int, int], file: int, start: int, most: int
+) -> Curves:
+    with open_regular(path) as opened:
+        status = os.fstat(opened.fileno())
+        if status.st_ino != file or status.st_size < start:
+            start = 0
+        opened.seek(start)
+        content = opened.read(MAX_READ)
+    whole = content[: content.rfind(b"\n") + 1]
+    if not whole and len(content) == MAX_READ:  # no line of metrics
+        whole = content
+    records = _all_parsed(whole)
+    return Curves(
+        status.st_ino,
+        start + len(whole),
+        len(content) < MAX_READ,
+        thinned(*_points(records, "train_loss"), most),
+        thinned(*_points(records, "val_loss"), most),
+    )
+
+
+def _all_parsed(content: bytes) -> list[dict[str, Any]]:
+    """What the lines say. Parsed as one list, which is quicker, if all of them are JSON."""
+    lines = content.splitlines(keepends=True)
+    try:
+        records = json.loads(b"[" + b",".join(lines) + b"]")
+    except (ValueError, RecursionError):
+        records = map(parsed, lines)
+    return [record for record in records if _is_metrics(record)]
+
+
+def _points(records: list[dict[str, Any]], name: str) -> Points:
+    found = [(r["step"], r[name]) for r in records if r.get(name) is not None]
+    steps, values = zip(*found, strict=True) if found else ((), ())
+    return np.asarray(steps, np.int64), np.asarray(values, np.float64)
+
+
+def thinned(
+    steps: Int[np.ndarray, " points"], values: Float[np.ndarray, " points"], most: int
+) -> Points:
+    """At most `most` points, in their order: the highest and the lowest of each stretch. Half of
+    the stretches are equally long; the others grow, for a logarithmic axis."""
+    count = len(steps)
+    if count <= most:
+        return steps, values
+    stretches = most // 4
+    even, growing = np.linspace(0, count, stretches + 1), np.geomspace(1, count, stretches)
+    edges = np.unique(np.concatenate([even, growing]).astype(int))
+    kept = {
+        int(a + i)
+        for a, b in itertools.pairwise(edges)
+        for i in (np.argmin(values[a:b]), np.argmax(values[a:b]))
+    }
+    order = sorted(kept)
+    return steps[order], values[order]
