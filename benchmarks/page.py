@@ -115,9 +115,8 @@ class Browser:
         end = time.monotonic() + seconds
         while not self.run(f"return {condition}"):
             if time.monotonic() > end:
-                sys.exit(
-                    f"{condition} did not come true: {self.run('return document.body.innerText')}"
-                )
+                text = self.run("return document.body.innerText.slice(0, 2000)")
+                sys.exit(f"{condition} did not come true: {text}")
             time.sleep(0.05)
 
     def generate(self, prompt: str, count: int) -> None:
@@ -226,12 +225,10 @@ def measure(browser: Browser, pause: list[float]) -> None:
     switching = f"{branch} all[Math.floor(Math.random() * all.length)].click()"
     rows.append(["another branch, ms", repeated(lambda: browser.milliseconds(switching))])
     browser.open("runs")
-    boxes = "[...document.querySelectorAll('#runs-table input')]"
+    boxes = "[...document.querySelectorAll('#runs-table tbody input')]"
     browser.wait(f"{boxes}.length === {RUNS}")
     begin = time.perf_counter()
-    browser.run(
-        f"for (let i = 0; i < {RUNS}; i++) {{ const b = {boxes}[i]; if (!b.checked) b.click(); }}"
-    )
+    browser.run("document.getElementById('all-runs').click()")
     browser.wait("document.getElementById('curves').dataset.curves >= 200")
     seconds = time.perf_counter() - begin
     rows.append([f"curves of {RUNS} runs of {STEPS:,} steps, read and drawn, s", f"{seconds:.1f}"])

@@ -261,6 +261,7 @@ def test_a_rival_begins_a_branch(page, address):
     page.wait(lambda: len(page.tokens) == 29 and page.done())
     branch = page.text
     assert branch[:9] == trunk[:8] + rivals[other]
+    assert "seed 9," in page.one("#status").text  # 1 + 8: other draws than at the beginning
     assert "branched" in page.tokens[8].get_attribute("class")
     # A branch of the branch.
     page.tokens[12].click()
@@ -475,8 +476,32 @@ def test_two_runs_side_by_side(page, address, folder, monkeypatch):
         words = ("--run", name, "--prompt", "The", "--seed", "3", "--max-new-tokens", "200")
         expected = "The" + run_script("sample.py", *words, folder=folder).out.rstrip("\n")
         page.wait(lambda name=name, e=expected: texts()[name].get_property("textContent") == e)
-    page.all("#runs-table input")[0].click()
+    page.all("#runs-table tbody input")[0].click()
     page.wait(lambda: not page.one("#pair").is_displayed())
+
+
+def test_all_runs_are_ticked_at_once(page, address, tmp_path, folder, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for number in range(20):
+        run = tmp_path / "runs" / f"run-{number}"
+        run.mkdir(parents=True)
+        shutil.copy(folder / "runs" / "one" / "config.json", run)
+        lines = [{"step": 1, "train_loss": 3.0, "val_loss": number}, {"step": 2, "train_loss": 1.0}]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def ticked():
+        boxes = page.all("#runs-table tbody input")
+        return sum(box.is_selected() for box in boxes), len(boxes)
+
+    def curves():
+        return page.one("#curves").get_attribute("data-curves")
+
+    page.open(address, "runs")
+    page.wait(lambda: ticked() == (3, 20) and curves() == "6")
+    page.click("#all-runs")
+    page.wait(lambda: ticked() == (20, 20) and curves() == "40")
+    page.click("#all-runs")
+    page.wait(lambda: ticked() == (0, 20) and curves() == "0")
 
 
 def test_the_pictures_of_a_comparison(page, address, folder, monkeypatch):
@@ -531,10 +556,11 @@ def test_a_text_never_becomes_html(page, folder, width, tmp_path, monkeypatch):
         page.open(address, width=width, height=800)
         page.fill("prompt", "abcdefg")
         page.fill("max_tokens", "50")
+        page.fill("seed", "1")
         page.click("#start")
         page.wait(lambda: len(page.tokens) == 57 and page.done())
         page.choose(page.tokens[20])
-        page.choose(page.all("#rivals li button")[3])
+        page.choose(page.one("#rivals li button:not([aria-current])"))
         page.wait(lambda: page.one("#branches").is_displayed() and page.done())
         seen = page.text
         assert "<script>window.hacked = 1</script>" in seen

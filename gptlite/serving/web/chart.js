@@ -37,13 +37,17 @@ export function draw(canvas, curves, { logX, logY }) {
   const ink = style.getPropertyValue("--soft");
   const line = style.getPropertyValue("--line");
 
-  const box = { x: [Infinity, -Infinity], y: [Infinity, -Infinity] };
   const usable = (x, y) => !(logX && x <= 0) && !(logY && y <= 0);
+  const box = { x: [Infinity, -Infinity], y: [Infinity, -Infinity] };
+  const widen = (range, v) => {
+    if (v < range[0]) range[0] = v;
+    if (v > range[1]) range[1] = v;
+  };
   for (const { points: [xs, ys] } of curves) {
     for (let i = 0; i < xs.length; i++) {
       if (!usable(xs[i], ys[i])) continue;
-      box.x = [Math.min(box.x[0], xs[i]), Math.max(box.x[1], xs[i])];
-      box.y = [Math.min(box.y[0], ys[i]), Math.max(box.y[1], ys[i])];
+      widen(box.x, xs[i]);
+      widen(box.y, ys[i]);
     }
   }
   if (box.x[0] === Infinity) return;

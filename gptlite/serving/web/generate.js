@@ -99,6 +99,8 @@ function follow(i, [id, text, log_prob]) {
   const original = branch.path()[i];
   run(async (signal) => {
     const body = asked();
+    // With the same seed, it would be drawn as the beginning of the text was.
+    body.seed = (body.seed + i) % (Number($("seed").max) + 1);
     // A token that ends inside a character has no text of its own yet.
     const added = /^bytes:(\\x[0-9a-f]{2})+$/.test(text) ? "" : text;
     const next = branch.branch(i, { id, text: added, log_prob, rivals: original.rivals });

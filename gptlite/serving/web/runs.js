@@ -5,22 +5,27 @@ import { draw } from "./chart.js";
 import { $, el, showError, visible } from "./dom.js";
 
 const EVERY_MS = 2000;
+const DRAW_MS = 250; // while curves are read
 const TICKED = 3; // at first
 const COLORS = 8;
 
 let runs = [];
 let ticked = null; // names, in the order of their colours
 let timer = null;
-let compared = "";
+let listed = ""; // what the table shows
+let compared = ""; // what the difference shows
+let drawing = null;
 const curves = new Map(); // by name: { file, end, train, validation }
+const reading = new Map(); // by name: the promise of curves that are being read
 
 const shown = () => !$("runs").hidden && !document.hidden;
 
 export function start() {
   for (const id of ["log-loss", "log-steps", "show-train", "show-validation"]) $(id).addEventListener("change", redraw);
   addEventListener("resize", redraw);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => ticked && (paint(), redraw()));
   document.addEventListener("visibilitychange", () => shown() && open());
+  $("all-runs").addEventListener("change", () => tick($("all-runs").checked ? runs.map((run) => run.name) : []));
   $("continue").addEventListener("submit", (event) => {
     event.preventDefault();
     continueBoth();
@@ -38,12 +43,9 @@ async function refresh() {
   try {
     runs = await api.get("page/runs");
     ticked ??= runs.slice(0, TICKED).map((run) => run.name);
-    ticked = ticked.filter((name) => runs.some((run) => run.name === name));
     showError(null);
     showTable();
-    await Promise.all(ticked.map(follow));
-    redraw();
-    showPair();
+    await tick(ticked.filter((name) => runs.some((run) => run.name === name)));
   } catch (error) {
     showError(error);
   }
@@ -51,8 +53,25 @@ async function refresh() {
   if (shown()) timer = setTimeout(refresh, EVERY_MS);
 }
 
-/** Read what a run has added to its metrics. */
-async function follow(name) {
+/** Show the curves of these runs, and of no others. */
+async function tick(names) {
+  ticked = names;
+  paint();
+  redraw();
+  try {
+    await Promise.all([showPair(), ...names.map(follow)]);
+  } catch (error) {
+    showError(error);
+  }
+}
+
+/** Read what a run has added to its metrics, unless that is under way. */
+function follow(name) {
+  if (!reading.has(name)) reading.set(name, read(name).finally(() => reading.delete(name)));
+  return reading.get(name);
+}
+
+async function read(name) {
   const changed = runs.find((run) => run.name === name)?.changed;
   let known = curves.get(name) ?? { file: 0, end: 0, changed: null, train: [[], []], validation: [[], []] };
   if (known.changed === changed || !changed) return;
@@ -70,6 +89,7 @@ async function follow(name) {
     complete = found.complete;
   }
   curves.set(name, { ...known, changed });
+  drawing ??= setTimeout(redraw, DRAW_MS);
 }
 
 // -- table --------------------------------------------------------------------------------------
@@ -80,19 +100,20 @@ const color = (name) =>
   getComputedStyle(document.body).getPropertyValue(`--c${ticked.indexOf(name) % COLORS}`);
 
 function showTable() {
+  const now = JSON.stringify(runs);
+  if (now === listed) return;
+  listed = now;
   $("no-runs").hidden = runs.length > 0;
   $("with-runs").hidden = !runs.length;
   const body = $("runs-table").tBodies[0];
   const focused = document.activeElement?.closest?.("#runs-table input")?.value;
   body.replaceChildren(
     ...runs.map((run) => {
-      const box = el("input", { type: "checkbox", value: run.name, checked: ticked.includes(run.name), "aria-label": `Show ${run.name}` });
-      box.addEventListener("change", () => {
-        ticked = box.checked ? [...ticked, run.name] : ticked.filter((name) => name !== run.name);
-        refresh();
-      });
+      const box = el("input", { type: "checkbox", value: run.name, "aria-label": `Show ${run.name}` });
+      box.addEventListener("change", () =>
+        tick(box.checked ? [...ticked, run.name] : ticked.filter((name) => name !== run.name)),
+      );
       const swatch = el("span", { className: "swatch", "aria-hidden": "true" });
-      if (box.checked) swatch.style.background = color(run.name);
       return el(
         "tr",
         {},
@@ -110,7 +131,19 @@ function showTable() {
   if (focused !== undefined) [...body.querySelectorAll("input")].find((box) => box.value === focused)?.focus();
 }
 
+/** Mark the runs that are ticked, with the colours of their curves. */
+function paint() {
+  for (const box of $("runs-table").querySelectorAll("tbody input")) {
+    box.checked = ticked.includes(box.value);
+    box.nextSibling.style.background = box.checked ? color(box.value) : "";
+  }
+  $("all-runs").checked = runs.length > 0 && ticked.length === runs.length;
+  $("all-runs").indeterminate = ticked.length > 0 && ticked.length < runs.length;
+}
+
 function redraw() {
+  clearTimeout(drawing);
+  drawing = null;
   if (!shown() || ticked === null) return;
   const some = [];
   for (const name of ticked) {
@@ -132,8 +165,10 @@ async function showPair() {
   $("pair-hint").hidden = ticked.length === 2;
   const pair = ticked.join("\n");
   if (ticked.length !== 2 || pair === compared) return;
+  const both = ticked;
+  const [a, b] = await Promise.all(both.map((name) => api.get(`page/runs/${encodeURIComponent(name)}/config`)));
+  if (pair !== ticked.join("\n") || pair === compared) return; // since then
   compared = pair;
-  const [a, b] = await Promise.all(ticked.map((name) => api.get(`page/runs/${encodeURIComponent(name)}/config`)));
   const names = [...new Set([...Object.keys(a), ...Object.keys(b)])];
   const show = (value) => (value === undefined ? "–" : visible(JSON.stringify(value)));
   const different = names.filter((name) => show(a[name]) !== show(b[name]));
@@ -141,7 +176,7 @@ async function showPair() {
   $("same").hidden = different.length > 0;
   table.hidden = !different.length;
   table.tHead.replaceChildren(
-    el("tr", {}, el("th", { scope: "col" }, "option"), ...ticked.map((name) => el("th", { scope: "col" }, visible(name)))),
+    el("tr", {}, el("th", { scope: "col" }, "option"), ...both.map((name) => el("th", { scope: "col" }, visible(name)))),
   );
   table.tBodies[0].replaceChildren(
     ...different.map((name) =>
