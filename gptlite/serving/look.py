@@ -1,5 +1,6 @@
 """What happens inside a model while it predicts a token."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from gptlite.config import ModelConfig
 from gptlite.models.attention_maps import attention_maps
 from gptlite.models.gpt import GPT
 from gptlite.models.logit_lens import residual_stream
@@ -18,6 +20,8 @@ SIDE = 64
 # Tokens that are reported of what a layer would predict.
 N_BEST = 10
 MIN_ROOM = 16
+# Attention weights that are computed at once, of all layers and heads: 512 MiB.
+MAX_WEIGHTS = 2**27
 
 
 class Layer(NamedTuple):
@@ -48,6 +52,12 @@ class Inside(NamedTuple):
     """From the input of the first layer, and from the output of every layer."""
 
 
+def longest(config: ModelConfig) -> int:
+    """The most tokens that `look_inside` takes: of a large model, fewer than its context has."""
+    heads = config.n_layers * config.n_heads
+    return max(1, min(config.context_length, math.isqrt(MAX_WEIGHTS // heads)))
+
+
 def look_inside(model: GPT, ids: Sequence[int], place: int) -> Inside:
     """How the model predicts what follows `ids[place]`: the attention weights of every layer, and
     the logit lens.
@@ -55,11 +65,11 @@ def look_inside(model: GPT, ids: Sequence[int], place: int) -> Inside:
     Programs are compiled for few lengths of texts: the ids are padded, which changes nothing before
     the padding, because attention is causal.
     """
-    count, context = len(ids), model.config.context_length
+    count = len(ids)
     room = MIN_ROOM
     while room < count:
         room *= 2
-    room = min(room, context)
+    room = min(room, longest(model.config))
     scale = -(-room // SIDE)
     padded = np.zeros(room, np.int32)
     padded[:count] = ids

@@ -42,7 +42,7 @@ from gptlite.serving.endpoints import (
     finished,
     submit,
 )
-from gptlite.serving.look import Inside, look_inside
+from gptlite.serving.look import Inside, longest, look_inside
 from gptlite.serving.models import Served
 from gptlite.serving.text import Piece, Scored, ServedText, Token, shown
 from gptlite.text.tokenizer import Tokenizer
@@ -184,6 +184,7 @@ class PageEndpoints(Endpoints):
             {
                 "model": served.name,
                 "context_length": served.context_length,
+                "look_length": longest(served.model.config),
                 "vocab_size": served.tokenizer.vocab_size,
                 "start_ids": list(served.tokenizer.start_ids),
                 "bounds": sampling_bounds(),
@@ -211,11 +212,11 @@ class PageEndpoints(Endpoints):
         with bad_request():
             asked = parse(Place, await body_of(request))
             served = await self._find(asked.model)
-            size, most = served.tokenizer.vocab_size, served.context_length
+            size, most = served.tokenizer.vocab_size, longest(served.model.config)
             check_ids(asked.ids, size)
             require(
                 1 <= len(asked.ids) <= most,
-                f"ids must be 1 to {most:,} (the model's context), got {len(asked.ids):,}.",
+                f"ids must be 1 to {most:,}, got {len(asked.ids):,}.",
             )
             require(
                 0 <= asked.place < len(asked.ids),

@@ -20,13 +20,12 @@ from gptlite.runs.folder import RunFolder
 from gptlite.text.tokenizer import CharTokenizer
 
 webdriver = pytest.importorskip("selenium.webdriver")
-from selenium.webdriver.chrome.service import Service  # noqa: E402
+import chromium  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = pytest.mark.skipif(
-    CHROMIUM is None or DRIVER is None, reason="needs chromium and chromium-driver"
+    None in chromium.PROGRAMS, reason="needs chromium and chromium-driver"
 )
 SMALL = (
     "--model.n-layers 1 --model.n-heads 2 --model.d-model 16 --model.context-length 16 "
@@ -42,14 +41,9 @@ class Page:
         self.driver = driver
         self.run = driver.execute_script
 
-    def open(self, address, view="generate", width=1200, height=900, dark=False):
+    def open(self, address, view="generate", **window):
         """A new page."""
-        media = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
-        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        self.driver.get("about:blank")
-        self.driver.get(f"http://127.0.0.1:{address.port}/#{view}")
+        chromium.show(self.driver, f"http://127.0.0.1:{address.port}/#{view}", **window)
 
     def all(self, css):
         return self.driver.find_elements(By.CSS_SELECTOR, css)
@@ -129,12 +123,7 @@ class Page:
 
 @pytest.fixture(name="driver", scope="module")
 def fixture_driver():
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for word in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
-        options.add_argument(word)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    driver = chromium.start()
     yield driver
     driver.quit()
 

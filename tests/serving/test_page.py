@@ -183,6 +183,17 @@ def test_the_map_of_a_long_text_has_the_largest_weights():
     np.testing.assert_allclose(cells / 255, expected, atol=0.5 / 255 + 1e-5)
 
 
+def test_a_large_model_is_looked_at_in_a_shorter_text(address, monkeypatch):
+    """Its 2 layers of 2 heads have 100 weights of 5 tokens."""
+    monkeypatch.setattr("gptlite.serving.look.MAX_WEIGHTS", 110)
+    assert answer(address, "/page/settings")[1]["look_length"] == 5
+    status, found, _ = answer(address, "/page/look", {"ids": TEXT_IDS[:5], "place": 4})
+    assert (status, found["layers"][0]["side"]) == (200, 5)
+    status, found, _ = answer(address, "/page/look", {"ids": TEXT_IDS[:6], "place": 4})
+    assert status == 400
+    assert "ids must be 1 to 5, got 6" in found["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "sentence"),
     [

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -36,6 +37,7 @@ RULES: dict[str, str | None] = {
     'pip install -e ".[serve]" && python serve.py': "--port 0",
     'pip install -e ".[serve]" "transformers[serving]"': None,
     "python benchmarks/serve.py": "--clients 1 2 --seconds 1 --rounds 1",
+    "python benchmarks/page.py": f'--train "{TRAIN.replace("text.txt", "$PWD/text.txt")}"',
     "python tests/soak/serve.py": "--requests 300",
     "python -m gptlite.research.check_block": "",
     "python train.py --resume runs/NAME": None,  # the next command, in general
@@ -184,6 +186,9 @@ def run(command: str, folder: Path) -> None:
     compilers = ("jax_cuda13_plugin", "libtpu")
     if re.search("compile.for", command) and not all(map(importlib.util.find_spec, compilers)):
         print(f"skipped, because .[aot] is not installed: {command}", flush=True)
+        return
+    if "benchmarks/page.py" in command and shutil.which("chromedriver") is None:
+        print(f"skipped, because there is no chromedriver: {command}", flush=True)
         return
     began = time.monotonic()
     devices = "8" if "--mesh" in command else "2"

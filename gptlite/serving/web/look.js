@@ -33,7 +33,7 @@ export function open() {
 /** The ids that the model reads, and the place in them of the token before token `i`. */
 function input(i) {
   const start = settings.start_ids;
-  const room = settings.context_length;
+  const room = settings.look_length;
   const from = Math.max(0, start.length + i + 1 - room);
   const before = from ? [] : start;
   const ids = [...before, ...tokens.slice(from, from + room - before.length).map((t) => t.id)];
