@@ -9,13 +9,22 @@ from typing import Any, Literal
 import numpy as np
 
 from gptlite.config import Config, UserError
-from gptlite.files import is_locked, read_json
+from gptlite.files import folders_with, is_locked, read_json
 from gptlite.presets import PRESETS
-from gptlite.runs.metrics import FILE, last_step
+from gptlite.runs.metrics import FILE as METRICS, last_step
 from gptlite.runs.saved_config import load_config
 from gptlite.runs.weights import FROZEN, read_evaluated, read_shapes
 
 State = Literal["running", "stopped", "done", "diverged"]
+# What a row of the list is read from.
+FILES = (
+    "config.json",
+    METRICS,
+    "best.safetensors",
+    "last.safetensors",
+    "result.json",
+    "nonfinite.json",
+)
 
 
 @dataclass(frozen=True)
@@ -39,14 +48,12 @@ class Overview:
 
 def list_runs(folder: Path) -> list[Overview]:
     """The runs in a folder, the newest first."""
-    # Hidden folders are what `--overwrite` leaves if it is killed.
-    found = (_overview(path.parent) for path in folder.glob("[!.]*/config.json"))
+    found = map(_overview, folders_with(folder, "config.json"))
     return sorted((run for run in found if run is not None), key=lambda run: -run.began)
 
 
 def _overview(path: Path) -> Overview | None:
-    files = ("config.json", FILE, "best.safetensors", "last.safetensors", "result.json")
-    stamps = tuple(_stamp(path / name) for name in files)
+    stamps = tuple(_stamp(path / name) for name in FILES)
     found = _read(path, stamps)
     if found is None:
         return None
@@ -81,7 +88,7 @@ def _read(path: Path, stamps: tuple[tuple[float, int], ...]) -> Overview | None:
         state = "diverged"
     return Overview(
         name=path.name,
-        began=stamps[0][0],
+        began=_stamp(path / "tokenizer.json")[0],  # never written again
         changed=max(stamp for stamp, _ in stamps),
         state=state,
         preset=_preset(config),

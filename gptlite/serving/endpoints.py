@@ -43,6 +43,7 @@ LONG = 10_000
 
 T = TypeVar("T")
 
+STOPPED = "The model was stopped: the server ends, or makes room for another model."
 FAILED = "The server failed. Its log says why."
 
 
@@ -363,7 +364,7 @@ def bad_request():
 
 def _failure(engine: Engine) -> ApiError:
     """Why a text was not finished."""
-    return ApiError(503, "The server was stopped.") if engine.closed else ApiError(500, FAILED)
+    return ApiError(503, STOPPED) if engine.closed else ApiError(500, FAILED)
 
 
 def _random_seed() -> int:

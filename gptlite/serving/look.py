@@ -31,7 +31,7 @@ class Layer(NamedTuple):
     row: Float[np.ndarray, "heads keys"]
     """The weights of the place that is looked at."""
     maps: Float[np.ndarray, "heads side side"]
-    """All weights; each cell is the largest of `scale` queries and keys."""
+    """All weights; in a text of more than 64 tokens, a cell is the largest of several."""
 
 
 class Guess(NamedTuple):
@@ -47,7 +47,6 @@ class Inside(NamedTuple):
     """What `look_inside` finds."""
 
     layers: list[Layer]
-    scale: int
     guesses: list[Guess]
     """From the input of the first layer, and from the output of every layer."""
 
@@ -84,7 +83,7 @@ def look_inside(model: GPT, ids: Sequence[int], place: int) -> Inside:
         Guess(best_ids[i], best[i], None if following < 0 else float(nexts[i]))
         for i in range(len(nexts))
     ]
-    return Inside(layers, scale, guesses)
+    return Inside(layers, guesses)
 
 
 @eqx.filter_jit

@@ -83,7 +83,6 @@ class Models:
         self.main = main
         self._others: dict[str, tuple[int, Served]] = {}
         self._loading = asyncio.Lock()
-        self._stopped = False
 
     async def load(self, path: Path) -> Served:
         """The model of a run. Only the last few are kept.

@@ -17,7 +17,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from gptlite.config import MAX_INT32, Between, SamplingConfig, check_fields, require
-from gptlite.files import read_bounded
+from gptlite.files import folders_with, read_bounded
 from gptlite.generation.text import token_bytes
 from gptlite.runs.find import RUNS_FOLDER
 from gptlite.runs.metrics import read_curves
@@ -110,9 +110,12 @@ class PageEndpoints(Endpoints):
         ]
 
     async def _find(self, name: str) -> Served:
-        if name == self._served.name:
-            return self._served
-        return await self._models.load(_folder(RUNS_FOLDER, name, "best.safetensors"))
+        """The model that is served, or that of a run: `runs/NAME`."""
+        prefix = f"{RUNS_FOLDER}/"
+        if not name.startswith(prefix):
+            return await super()._find(name)
+        path = _folder(RUNS_FOLDER, name.removeprefix(prefix), "best.safetensors")
+        return await self._models.load(path)
 
     async def runs(self, request: Request) -> Response:
         """All runs in the folder of runs."""
@@ -159,10 +162,9 @@ class PageEndpoints(Endpoints):
 
     async def comparisons(self, request: Request) -> Response:
         """The names of comparisons that have a picture, the newest first."""
-        found = sorted(
-            COMPARISONS_FOLDER.glob(f"[!.]*/{PICTURE}"), key=lambda path: -path.stat().st_mtime
-        )
-        return JSONResponse([path.parent.name for path in found])
+        found = folders_with(COMPARISONS_FOLDER, PICTURE)
+        found.sort(key=lambda path: -(path / PICTURE).lstat().st_mtime)
+        return JSONResponse([path.name for path in found])
 
     async def picture(self, request: Request) -> Response:
         """The picture of a comparison."""
@@ -333,7 +335,7 @@ def _folder(parent: Path, name: str, file: str) -> Path:
 
     **Raises:** `ApiError` if there is none.
     """
-    known = {path.parent.name: path.parent for path in parent.glob(f"[!.]*/{file}")}
+    known = {path.name: path for path in folders_with(parent, file)}
     if name not in known:
         raise ApiError(404, f"There is no {name!r} with a {file} in {parent}/.", "model_not_found")
     return known[name]
@@ -378,7 +380,6 @@ def _inside(found: Inside, tokenizer: Tokenizer) -> dict[str, Any]:
             }
             for layer in found.layers
         ],
-        "scale": found.scale,
         "guesses": [
             {
                 "best": [

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import threading
 import time
 
@@ -56,6 +57,24 @@ def test_the_states_of_a_run(runs, tmp_path):
     assert {run.state for run in list_runs(tmp_path)} == {"done", "stopped", "diverged"}
 
 
+def test_a_run_that_diverges_later(runs, tmp_path):
+    """After its last line of metrics."""
+    shutil.copytree(runs / "small", tmp_path / "run")
+    (tmp_path / "run" / "result.json").unlink()
+    assert list_runs(tmp_path)[0].state == "stopped"
+    (tmp_path / "run" / "nonfinite.json").write_text("{}")
+    assert list_runs(tmp_path)[0].state == "diverged"
+
+
+def test_a_run_that_is_extended_began_when_it_began(runs, tmp_path):
+    for name, age in (("first", 2000), ("second", 1000)):
+        shutil.copytree(runs / "small", tmp_path / name)
+        began = time.time() - age
+        os.utime(tmp_path / name / "tokenizer.json", (began, began))
+    (tmp_path / "first" / "config.json").touch()  # `--resume` with more steps writes it
+    assert [run.name for run in list_runs(tmp_path)] == ["second", "first"]
+
+
 def test_a_look_does_not_disturb_training_that_begins(tmp_path):
     """A lock that is held for a moment is waited for."""
     path, begun = tmp_path / ".run.lock", threading.Event()
@@ -86,6 +105,7 @@ def test_runs_that_cannot_be_read(runs, tmp_path):
     }.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(content)
+    shutil.copytree(runs / "small", tmp_path / os.fsdecode(b"no-unicode\xff"))
     linked = tmp_path / "linked"
     linked.mkdir()
     (linked / "config.json").write_bytes((runs / "small" / "config.json").read_bytes())

@@ -290,13 +290,17 @@ def test_a_text_can_be_stopped(page, address, monkeypatch):
 def test_the_knobs_have_the_limits_of_sample(page, address):
     page.open(address)
     page.wait(lambda: page.one("#model").text == NAME)
-    for name, low, high in (("top_k", 1, 13), ("top_p", 0, 1), ("min_p", 0, 1)):
-        slider = page.one(f"[data-of={name}]")
-        assert (float(slider.get_attribute("min")), float(slider.get_attribute("max"))) == (
-            low,
-            high,
-        )
-        assert page.one(f"#{name}").get_attribute("placeholder") == "off"
+    for name, first, last in (("top_k", "1", ""), ("top_p", "0.01", ""), ("min_p", "", "1")):
+        slider, number = page.one(f"[data-of={name}]"), page.one(f"#{name}")
+        assert number.get_attribute("placeholder") == "off"
+        for key, value in ((Keys.HOME, first), (Keys.END, last)):
+            slider.send_keys(key)
+            assert number.get_attribute("value") == value
+            assert slider.get_attribute("aria-valuetext") == (value or "off")
+    page.fill("min_p", "")
+    page.fill("top_k", "5")
+    middle = float(page.one("[data-of=top_k]").get_attribute("value"))
+    assert abs(middle - np.log(5)) < 1e-6  # of a large vocabulary, small numbers matter
     page.one("[data-of=top_k]").send_keys(Keys.HOME)
     assert page.one("#top_k").get_attribute("value") == "1"
     page.generate("abc", 30, seed=1)
@@ -305,9 +309,12 @@ def test_the_knobs_have_the_limits_of_sample(page, address):
     assert page.text == greedy
     page.one("[data-of=top_k]").send_keys(Keys.END)
     assert page.one("#top_k").get_attribute("value") == ""
-    page.fill("top_p", "7")
-    page.click("#start")
-    page.wait(lambda: page.error.startswith("top_p: "))
+    for name, value in (("top_p", "7"), ("max_tokens", "")):
+        page.fill(name, value)
+        page.click("#start")
+        what = name.replace("max", "max_new")
+        page.wait(lambda what=what: page.error.startswith(f"{what}: "))
+        page.fill(name, "1")
 
 
 def test_the_servers_sentences_are_shown(page, address):
@@ -333,6 +340,68 @@ def test_a_text_is_scored(page, address):
     assert marked == worst
     page.all("#surprises button")[0].click()
     assert page.tokens[1 + int(found.argmin())].get_attribute("aria-selected") == "true"
+
+
+def test_each_branch_keeps_what_is_said_of_it(page, address):
+    """Also the marks of a text that was scored."""
+    page.open(address)
+    page.score("abcdefghijkl")
+    scored = page.one("#status").text
+    page.tokens[3].click()
+    page.click("#rivals li button:not([aria-current])")
+    page.wait(page.done)
+    generated = page.one("#status").text
+    assert generated.startswith("200 tokens, ")
+    assert not page.one("#surprises").is_displayed()
+    for place, status, marked in ((0, scored, 10), (1, generated, 0)):
+        page.all("#branches button")[place].click()
+        assert page.one("#status").text == status
+        assert len(page.all("#text .surprising")) == marked
+        assert page.one("#surprises").is_displayed() == (marked > 0)
+
+
+def test_the_nats_are_those_of_what_was_generated(page, address):
+    page.open(address)
+    page.generate("mabcd", 4)
+    ids, log_probs = log_probs_of(page.text)
+    nats = -np.mean([log_probs[place - 1, ids[place]] for place in range(5, 9)])
+    found = re.fullmatch(r"4 tokens, .* seed 1, (.*) nats a token", page.one("#status").text)
+    assert found is not None
+    assert abs(float(found[1]) - nats) < 1e-3
+
+
+def test_a_request_that_fails_leaves_the_text(page, address):
+    page.open(address)
+    page.generate("abc", 20)
+    text, status = page.text, page.one("#status").text
+    for prompt, button, sentence in (
+        ("", "#start", "one character"),
+        ("z", "#start", "z"),
+        ("z", "#score", "z"),
+    ):
+        page.fill("prompt", prompt)
+        page.click(button)
+        page.wait(lambda sentence=sentence: sentence in page.error and page.done())
+        assert (page.text, page.one("#status").text) == (text, status)
+
+
+def test_a_pointer_that_rests_selects_nothing(page, address):
+    """The text may move below it."""
+    page.open(address)
+    page.generate("abc", 200)
+
+    def selected():
+        return page.run(
+            "return [...document.querySelectorAll('#text [role=option]')]"
+            ".findIndex(t => t.hasAttribute('aria-selected'))"
+        )
+
+    page.hover(page.tokens[150])
+    page.wait(lambda: selected() == 150)
+    page.run("document.getElementById('prompt').rows = 2")
+    page.run("document.getElementById('text').style.fontSize = '150%'")
+    time.sleep(0.5)
+    assert selected() == 150
 
 
 # -- look inside ---------------------------------------------------------------------------------
@@ -376,7 +445,9 @@ def test_look_inside(page, address):
         "return [c.width, [...c.getContext('2d').getImageData(0, 0, c.width, c.height).data]]"
     )
     alphas = np.array(pixels[1]).reshape(pixels[0], pixels[0], 4)[..., 3]
-    np.testing.assert_allclose(alphas / 255, np.asarray(maps[0])[1], atol=0.5 / 255 + 1e-4)
+    # Alpha is rounded, and was computed from a rounded weight.
+    weights = np.asarray(maps[0])[1]
+    np.testing.assert_allclose((alphas / 255) ** 2, weights, atol=1.5 / 255 + 1e-4)
     page.all("#look-text [role=option]")[0].click()
     page.wait(lambda: "Nothing predicts the first token" in page.one("#look-status").text)
 
@@ -487,8 +558,25 @@ def test_all_runs_are_ticked_at_once(page, address, tmp_path, folder, monkeypatc
 
     page.open(address, "runs")
     page.wait(lambda: ticked() == (3, 20) and curves() == "6")
+    assert len(page.all("#curve-names > span")) == 3
+    colours = (
+        "return [...document.querySelectorAll('#curve-names .swatch')].map(s => s.style.background)"
+    )
+    first, *others = page.run(colours)
+    page.click("#runs-table tbody input")
+    assert page.run(colours) == others
     page.click("#all-runs")
     page.wait(lambda: ticked() == (20, 20) and curves() == "40")
+    assert page.run(colours)[0] == first
+    assert "and 4 more" in page.one("#curve-names").text
+    # A curve of one point is drawn.
+    page.click("#show-train")
+    picture = "return document.getElementById('curves').toDataURL()"
+    with_points = page.run(picture)
+    page.click("#show-validation")
+    assert page.run(picture) != with_points
+    page.click("#show-validation")
+    page.click("#show-train")
     page.click("#all-runs")
     page.wait(lambda: ticked() == (0, 20) and curves() == "0")
 
@@ -506,6 +594,11 @@ def test_the_pictures_of_a_comparison(page, address, folder, monkeypatch):
     page.click("#comparisons summary")
     page.wait(lambda: page.run("return document.querySelector('#comparisons img')?.naturalWidth"))
     assert page.run("return document.querySelector('#comparisons img').naturalWidth") == 60
+    page.open(address, "runs")
+    page.wait(lambda: page.all("#comparisons summary"))
+    (place / "comparison.png").unlink()
+    page.click("#comparisons summary")
+    page.wait(lambda: "There is no 'norms'" in page.error)
 
 
 def test_there_are_no_runs(page, address, tmp_path, monkeypatch):
@@ -524,7 +617,7 @@ class HostileTokenizer(CharTokenizer):
         "<script>window.hacked = 1</script>",
         "<img src=x onerror='window.hacked=1'>",
         "</section></main>",
-        "\x00\x07\x1b[31m",
+        "\x00\x07\x1b[31m\u3164",
         "\u202eevil\u2066",
         "&lt;b&gt;",
         "x" * 900,
@@ -553,7 +646,7 @@ def test_a_text_never_becomes_html(page, folder, width, tmp_path, monkeypatch):
         page.wait(lambda: page.one("#branches").is_displayed() and page.done())
         seen = page.text
         assert "<script>window.hacked = 1</script>" in seen
-        assert "␀␇␛[31m" in seen
+        assert "␀␇␛[31m⟨3164⟩" in seen
         assert "⟨202e⟩evil⟨2066⟩" in seen
         page.choose(page.tokens[20])
         page.click("#tab-look")
@@ -585,6 +678,15 @@ def test_the_page_fits_a_phone(page, address, folder, monkeypatch, dark):
         assert len(page.tokens) == 650
         fits(page, 360)
         page.choose(page.tokens[5])
+        assert page.one("#rivals").is_displayed()
+        for _ in range(12):
+            page.press(Keys.ARROW_DOWN)
+            on_top = (
+                "const t = document.activeElement, r = t.getClientRects()[0];"
+                "const [x, y] = [r.x + r.width / 2, r.y + r.height / 2];"
+                "return t.contains(document.elementFromPoint(x, y))"
+            )
+            assert page.run(on_top)
         for view in ("look", "runs"):
             page.click(f"#tab-{view}")
             page.wait(lambda: page.all("#lens tbody tr, #runs-table tbody tr"))
@@ -668,13 +770,29 @@ def test_the_key_is_asked_for_once(page):
         page.one("#key input").send_keys("wrong", Keys.ENTER)
         page.wait(lambda: page.one("#key").is_displayed())
         page.wait(lambda: page.one("#key input").get_property("value") == "")
+        page.wait(lambda: page.error == "The key is wrong.")
         page.one("#key input").send_keys("secret", Keys.ENTER)
         page.wait(lambda: page.one("#model").text == NAME)
         page.generate("abc", 3)
         page.driver.refresh()
         page.wait(lambda: page.one("#model").text == NAME)
         assert not page.one("#key").is_displayed()
+        assert page.error == ""
     page.run("sessionStorage.clear()")
+
+
+def test_a_connection_that_breaks_is_said(page, address, monkeypatch):
+    make_slow(address, monkeypatch)
+    page.open(address)
+    page.fill("prompt", "abc")
+    page.fill("max_tokens", "20000")
+    page.click("#start")
+    page.wait(lambda: len(page.tokens) > 10)
+    for connection in list(address.server.server_state.connections):
+        connection.loop.call_soon_threadsafe(connection.transport.abort)
+    page.wait(lambda: page.error == "The server ended before the text did.")
+    assert len(page.tokens) > 10
+    page.driver.get_log("browser")  # it complains, rightly
 
 
 def test_a_server_that_has_gone_is_said(page):

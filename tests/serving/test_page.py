@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import re
 import urllib.error
 import urllib.request
@@ -174,7 +175,6 @@ def test_the_map_of_a_long_text_has_the_largest_weights():
     ids = np.random.default_rng(2).integers(0, 13, 150).tolist()
     with serving(model, context_length=160) as address:
         _, found, _ = answer(address, "/page/look", {"ids": ids, "place": 140})
-    assert found["scale"] == 3  # a room of 160 tokens
     weights = next(iter(attention_maps(model, jnp.asarray(ids)).values()))
     layer = found["layers"][0]
     assert layer["side"] == 50
@@ -209,7 +209,7 @@ def test_a_large_model_is_looked_at_in_a_shorter_text(address, monkeypatch):
         ("/page/score", {"text": "z"}, 400, "z"),
         ("/page/score", {"text": "a" * 2000}, 400, "at most 774 tokens, got 2,000"),
         ("/page/score", {"text": "a" * 100_000}, 400, "at most 3,072 characters"),
-        ("/page/score", {"text": "a", "model": "../secret"}, 404, "There is no '../secret'"),
+        ("/page/score", {"text": "a", "model": "../secret"}, 404, "There is no model '../secret'"),
         ("/page/score", {"text": 5}, 400, "text"),
         ("/page/completions", {"prompt": ["a", "b"]}, 400, "one prompt, got 2"),
     ],
@@ -294,9 +294,11 @@ def test_a_run_is_continued_beside_the_served_model(address, folder, monkeypatch
     words = ("--run", "two", "--prompt", "The", "--seed", "1", "--max-new-tokens", "20")
     sampled = run_script("sample.py", *words, folder=folder).out
     for _ in range(2):
-        tokens = generated(address, model="two", prompt="The", max_tokens=20)
+        tokens = generated(address, model="runs/two", prompt="The", max_tokens=20)
         assert "".join(token["text"] for token in tokens) + "\n" == sampled
-    assert generated(address, model="one", prompt="The", max_tokens=20)
+    assert generated(address, model="runs/one", prompt="The", max_tokens=20)
+    # A run that has the name of the model which is served is another model.
+    assert answer(address, "/page/score", {"model": f"runs/{NAME}", "text": "a"})[0] == 404
 
 
 def test_the_pictures_of_comparisons(address, folder, monkeypatch, tmp_path):
@@ -305,6 +307,10 @@ def test_the_pictures_of_comparisons(address, folder, monkeypatch, tmp_path):
     status, content, headers = answer(address, "/page/comparisons/norms")
     assert (status, content, headers["Content-Type"]) == (200, b"\x89PNG", "image/png")
     assert answer(address, "/page/comparisons/none")[0] == 404
+    unnamed = folder / "comparisons" / os.fsdecode(b"\xfe")
+    unnamed.mkdir()
+    (unnamed / "comparison.png").write_bytes(b"")
+    assert answer(address, "/page/comparisons")[:2] == (200, ["norms"])
     linked = folder / "comparisons" / "linked"
     linked.mkdir()
     (linked / "comparison.png").symlink_to(folder / "text.txt")

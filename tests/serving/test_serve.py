@@ -85,7 +85,7 @@ def test_serve_gives_up_what_takes_too_long(folder):
         assert stream.read(10)
         process.send_signal(signal.SIGINT)
         begun = time.monotonic()
-        assert b"The server was stopped." in stream.read()
+        assert b"The model was stopped: the server ends" in stream.read()
         said = process.communicate(timeout=30)[0]
         assert process.returncode == 0
         assert time.monotonic() - begun < 20
@@ -100,7 +100,7 @@ def test_a_second_signal_ends_what_is_running(folder):
         time.sleep(0.5)
         begun = time.monotonic()
         process.send_signal(signal.SIGINT)
-        assert b"The server was stopped." in stream.read()
+        assert b"The model was stopped: the server ends" in stream.read()
         assert process.communicate(timeout=30)[0] == "stopped\n"
         assert process.returncode == 0
         assert time.monotonic() - begun < 8

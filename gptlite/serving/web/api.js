@@ -1,6 +1,6 @@
 // Requests to the server.
 
-import { $ } from "./dom.js";
+import { $, showError } from "./dom.js";
 
 let key = sessionStorage.getItem("key");
 
@@ -15,6 +15,7 @@ async function request(path, options = {}) {
     throw new Error("The server does not answer. Is serve.py running?");
   }
   if (answer.status === 401) {
+    if (key) showError(new Error("The key is wrong."));
     key = await askForKey();
     return request(path, options);
   }
@@ -44,6 +45,7 @@ function askForKey() {
       sessionStorage.setItem("key", given);
       form.reset();
       form.hidden = true;
+      showError(null);
       asking = null;
       resolve(given);
     };
@@ -70,7 +72,10 @@ export async function* stream(path, body, signal) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { done, value } = await reader.read();
+    const { done, value } = await reader.read().catch((error) => {
+      if (error.name === "AbortError") throw error;
+      return { done: true };
+    });
     if (done) throw new Error("The server ended before the text did.");
     const lines = (rest + value).split("\n");
     rest = lines.pop();

@@ -89,6 +89,10 @@ export function draw(canvas, curves, { logX, logY }) {
       begun = true;
     }
     context.stroke();
+    if (xs.length === 1 && begun) {
+      context.fillStyle = color;
+      context.fillRect(x(xs[0]) - 3, y(ys[0]) - 3, 6, 6);
+    }
   }
   context.setLineDash([]);
 }

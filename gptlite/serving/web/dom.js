@@ -13,18 +13,18 @@ export function el(tag, properties = {}, ...children) {
   return made;
 }
 
-// What would be invisible, or would change how the rest is shown: controls, directions, separators.
-const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]/g;
+// What would be invisible, or would change how the rest is shown.
+const UNSEEN = /(?![\t\n])[\p{Cc}\p{Cf}\p{Zl}\p{Zp}\p{Default_Ignorable_Code_Point}\u2800]/gu;
 
 /** A text in which every character can be seen; line breaks and tabs stay as they are. */
 export function visible(text) {
   return text.replace(UNSEEN, (c) => {
-    const code = c.charCodeAt(0);
+    const code = c.codePointAt(0);
     return code < 32 ? String.fromCharCode(0x2400 + code) : `⟨${code.toString(16).padStart(4, "0")}⟩`;
   });
 }
 
-/** A token on one line, in quotes where its ends could not be seen. */
+/** A token on one line, in which spaces and line breaks can be seen. */
 export function named(text) {
   const shown = visible(text).replaceAll("\n", "↵").replaceAll("\t", "⇥");
   return shown === "" ? "(no character)" : shown.replaceAll(" ", "␣");
@@ -44,6 +44,7 @@ export function surprise(logProb) {
 
 export function showError(error) {
   const place = $("error");
+  const text = error ? error.message : "";
   place.hidden = !error;
-  place.textContent = error ? error.message : "";
+  if (place.textContent !== text) place.textContent = text; // otherwise it would be said again
 }

@@ -8,6 +8,7 @@ import { Branch } from "./tree.js";
 const RIVALS = 10;
 const SURPRISES = 10;
 const ANNOUNCE_MS = 3000;
+const ANNOUNCED = 300; // characters at most
 const KNOBS = ["temperature", "top_k", "top_p", "min_p"];
 
 let settings = null;
@@ -26,7 +27,7 @@ export function start(found) {
     style: (token, i) => `p${surprise(token.log_prob)}${branches(i).length > 1 ? " branched" : ""}`,
   });
   for (let i = 0; i < 10; i++) {
-    const percents = i ? `${Math.round(100 * Math.exp(-i / 1.5))} %` : "100 %";
+    const percents = i < 9 ? `${Math.round(100 * Math.exp(-i / 1.5))} %` : "< 1 %";
     $("legend").lastElementChild.append(el("span", { className: `token p${i}` }, i % 3 ? "" : percents));
   }
   connectKnobs();
@@ -52,20 +53,25 @@ function connectKnobs() {
     const slider = document.querySelector(`[data-of=${name}]`);
     number.min = low;
     if (high !== null) number.max = high;
-    if (name !== "temperature") {
-      slider.min = low;
-      slider.max = high;
-    }
+    const isLog = name === "top_k"; // of a large vocabulary, small numbers matter
+    if (isLog) slider.max = Math.log(high);
     const off = slider.dataset.off;
     const rest = off ? slider[off] : "1";
+    const say = () => slider.setAttribute("aria-valuetext", number.value || number.placeholder);
     slider.value = rest;
     slider.addEventListener("input", () => {
-      number.value = off && slider.value === rest ? "" : slider.value;
+      const value = isLog ? Math.round(Math.exp(slider.value)) : slider.value;
+      const isOff = off && Math.abs(slider.value - slider[off]) < 1e-9; // it keeps 15 digits
+      number.value = isOff ? "" : value;
+      say();
     });
     number.addEventListener("input", () => {
-      slider.value = number.value === "" ? rest : number.value;
+      slider.value = number.value === "" ? rest : isLog ? Math.log(number.value) : number.value;
+      say();
     });
+    say();
   }
+  for (const label of document.querySelectorAll(".knob label")) label.control.title = label.title;
   $("temperature").min = 0; // greedy, for which sample.py has an option
 }
 
@@ -89,14 +95,15 @@ function asked() {
 function begin() {
   run(async (signal) => {
     const body = { ...asked(), prompt: $("prompt").value, echo: true };
-    show(new Branch());
-    await receive(body, branch, signal);
+    await receive(body, new Branch(), signal);
   });
 }
 
 /** Go on after a rival of token `i`. */
 function follow(i, [id, text, log_prob]) {
   const original = branch.path()[i];
+  const known = branch.alternatives(i).find((other) => other.path()[i].id === id);
+  if (known) return show(known, i, true);
   run(async (signal) => {
     const body = asked();
     // With the same seed, it would be drawn as the beginning of the text was.
@@ -104,15 +111,13 @@ function follow(i, [id, text, log_prob]) {
     // A token that ends inside a character has no text of its own yet.
     const added = /^bytes:(\\x[0-9a-f]{2})+$/.test(text) ? "" : text;
     const next = branch.branch(i, { id, text: added, log_prob, rivals: original.rivals });
-    const isNew = next.tokens.length === 1 && next.at === i;
     show(next, i, true);
-    if (!isNew) return;
     await receive({ ...body, prompt: promptIds(next.path()) }, next, signal);
   });
 }
 
 /** The ids of a text, as a prompt. Of one that is longer than the context, the end is read. */
-export function promptIds(tokens) {
+function promptIds(tokens) {
   const ids = tokens.map((token) => token.id);
   const most = settings.context_length;
   if (settings.start_ids.length + ids.length <= most) return [...settings.start_ids, ...ids];
@@ -131,56 +136,58 @@ async function run(work) {
   } finally {
     if (running === mine) {
       running = null;
+      if (document.activeElement === $("stop")) $("start").focus();
       $("stop").disabled = true;
+      $("status").textContent = branch.status;
     }
   }
 }
 
-/** Add what the server generates to a branch. */
+/** Add what the server generates to a branch, which is shown as soon as there is any. */
 async function receive(body, target, signal) {
   const began = performance.now();
-  const before = target.path().length;
   let said = "";
   let saidAt = began;
   let frame = null;
   let generated = 0;
+  let nats = 0;
   const draw = () => {
     frame = null;
-    if (branch === target) list.append(target.path().slice(list.count));
     const seconds = (performance.now() - began) / 1000;
-    $("status").textContent =
-      `${generated} tokens, ${(generated / seconds).toFixed(0)} a second, seed ${body.seed}`;
+    target.status = `${generated} tokens, ${(generated / seconds).toFixed(0)} a second, seed ${body.seed}`;
+    if (branch !== target) return;
+    list.append(target.path().slice(list.count));
+    if (running?.signal === signal) $("status").textContent = target.status;
     $("legend").hidden = false;
+  };
+  const say = () => {
+    $("live").textContent = said.slice(-ANNOUNCED);
+    said = "";
+    saidAt = performance.now();
   };
   $("status").textContent = "Waiting for the server …";
   try {
-    let first = body.echo;
-    for await (const event of api.stream("page/completions", body, signal)) {
-      target.tokens.push(...event.tokens);
-      if (first && event.tokens.length) first = false;
-      else generated += event.tokens.length;
-      said += event.tokens.map((token) => token.text).join("");
-      if (performance.now() - saidAt > ANNOUNCE_MS) {
-        $("live").textContent = said;
-        said = "";
-        saidAt = performance.now();
-      }
+    let isPrompt = Boolean(body.echo && body.prompt);
+    for await (const { tokens } of api.stream("page/completions", body, signal)) {
+      if (!target.parent && !target.tokens.length) show(target);
+      target.tokens.push(...tokens);
+      if (!isPrompt) {
+        generated += tokens.length;
+        nats -= tokens.reduce((sum, token) => sum + token.log_prob, 0);
+      } else if (tokens.length) isPrompt = false;
+      said += tokens.map((token) => token.text).join("");
+      if (performance.now() - saidAt > ANNOUNCE_MS) say();
       frame ??= requestAnimationFrame(draw);
     }
   } finally {
-    if (frame !== null) cancelAnimationFrame(frame);
-    draw();
-    $("live").textContent = said;
-    if (branch === target) summarize(before);
-    showBranches();
+    cancelAnimationFrame(frame);
+    if (target.path().length) {
+      draw();
+      if (generated) target.status += `, ${(nats / generated).toFixed(3)} nats a token`;
+      say();
+      showBranches();
+    }
   }
-}
-
-function summarize(from) {
-  const scored = branch.path().slice(from).filter((token) => token.log_prob !== null);
-  if (!scored.length) return;
-  const nats = -scored.reduce((sum, token) => sum + token.log_prob, 0) / scored.length;
-  $("status").textContent += `, ${nats.toFixed(3)} nats a token`;
 }
 
 // -- scoring ------------------------------------------------------------------------------------
@@ -192,17 +199,18 @@ function score() {
     const found = await api.post("page/score", { model: settings.model, text }, signal);
     const made = new Branch();
     made.tokens = found.tokens;
-    show(made);
+    made.isScored = true;
     const one = (value, digits) => (value === null ? "–" : value.toFixed(digits));
-    $("status").textContent =
+    made.status =
       `${found.tokens.length} tokens: ${one(found.nats_per_token, 4)} nats a token, ` +
       `${one(found.bits_per_byte, 4)} bits per byte`;
-    showSurprises();
+    show(made);
+    $("live").textContent = made.status;
   });
 }
 
 function showSurprises() {
-  const tokens = branch.path();
+  const tokens = branch.isScored ? branch.path() : [];
   const places = [...tokens.keys()].filter((i) => tokens[i].log_prob !== null);
   places.sort((a, b) => tokens[a].log_prob - tokens[b].log_prob);
   const worst = places.slice(0, SURPRISES);
@@ -229,10 +237,11 @@ function showSurprises() {
 /** Show a branch; its token `i` is selected, and with `focus` the keyboard is there. */
 function show(next, i = null, focus = false) {
   branch = next;
-  $("surprises").hidden = true;
   $("rivals").hidden = true;
   list.show(branch.path());
   $("legend").hidden = !list.count;
+  $("status").textContent = branch.status;
+  showSurprises();
   if (i !== null) list.select(i, focus);
   showBranches();
 }
@@ -264,7 +273,10 @@ function showRivals(i) {
         el("span", { className: "percent" }, percent(logProb)),
       );
       if (id === token.id) button.setAttribute("aria-current", "true");
-      else if (known.has(id)) button.classList.add("known");
+      else if (known.has(id)) {
+        button.classList.add("known");
+        button.append(el("span", { className: "hidden" }, ", has a branch"));
+      }
       button.addEventListener("click", () => (id === token.id ? list.select(i, true) : follow(i, rival)));
       return el("li", {}, button);
     }),

@@ -17,6 +17,7 @@ let asked = 0;
 export function start(given) {
   settings = given;
   list = new TokenList($("look-text"), { onSelect: look });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => found && drawHeads());
 }
 
 /** The view is opened. */
@@ -54,7 +55,7 @@ async function look(i) {
     showError(null);
     const answer = await api.post("page/look", { model: settings.model, ids, place });
     if (mine !== asked) return;
-    found = { ...answer, shift, reads: ids.length };
+    found = { ...answer, shift };
     draw(i);
     const name = named(tokens[i].text);
     list.place.children[i].setAttribute("aria-label", `${name}, ${percent(tokens[i].log_prob)}`);
@@ -108,8 +109,8 @@ function drawLens(i) {
 function drawHeads() {
   const mean = el("button", { type: "button" }, "Mean of all heads");
   mean.addEventListener("click", () => choose(null));
-  const rows = found.layers.map((layer, l) =>
-    el(
+  const rows = found.layers.map((layer, l) => {
+    const row = el(
       "div",
       { className: "layer", role: "group", "aria-label": layer.name },
       el("span", { title: layer.name }, `layer ${l + 1}`),
@@ -119,8 +120,10 @@ function drawHeads() {
         button.addEventListener("click", () => choose([l, h]));
         return button;
       }),
-    ),
-  );
+    );
+    row.style.setProperty("--heads", layer.maps.length);
+    return row;
+  });
   const nothing = el("p", {}, "No attention of this model has weights.");
   $("heads").querySelector("div").replaceChildren(...(rows.length ? [el("p", {}, mean), ...rows] : [nothing]));
   if (head && !found.layers[head[0]]?.maps[head[1]]) head = null;
@@ -142,14 +145,15 @@ function press() {
   });
 }
 
-/** A map of weights, a byte for each, as a picture whose colour is that of the text. */
+/** A map of weights, a byte for each, as a picture whose colour is that of the text. The shade is
+ * the root of the weight, so that small ones are seen. */
 function picture(map, side) {
   const canvas = el("canvas", { width: side, height: side });
   const bytes = Uint8Array.from(atob(map), (c) => c.charCodeAt(0));
   const context = canvas.getContext("2d");
   const image = context.createImageData(side, side);
   const rgb = getComputedStyle(document.body).getPropertyValue("--ink-rgb").split(",").map(Number);
-  bytes.forEach((byte, k) => image.data.set([...rgb, byte], 4 * k));
+  bytes.forEach((byte, k) => image.data.set([...rgb, Math.sqrt(255 * byte)], 4 * k));
   context.putImageData(image, 0, 0);
   return canvas;
 }

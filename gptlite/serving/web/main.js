@@ -22,14 +22,6 @@ function open(tab, focus = false) {
   if (view === "runs") runs.open();
 }
 
-for (const tab of tabs) {
-  tab.addEventListener("click", () => open(tab));
-  tab.addEventListener("keydown", (event) => {
-    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-    if (step) open(tabs[(tabs.indexOf(tab) + step + tabs.length) % tabs.length], true);
-  });
-}
-
 try {
   const settings = await api.get("page/settings");
   $("model").textContent = settings.model;
@@ -37,6 +29,13 @@ try {
   generate.start(settings);
   look.start(settings);
   runs.start();
+  for (const tab of tabs) {
+    tab.addEventListener("click", () => open(tab));
+    tab.addEventListener("keydown", (event) => {
+      const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+      if (step) open(tabs[(tabs.indexOf(tab) + step + tabs.length) % tabs.length], true);
+    });
+  }
   open(tabs.find((tab) => `#${tab.getAttribute("aria-controls")}` === location.hash) ?? tabs[0]);
 } catch (error) {
   showError(error);

@@ -7,25 +7,30 @@ import { $, el, showError, visible } from "./dom.js";
 const EVERY_MS = 2000;
 const DRAW_MS = 250; // while curves are read
 const TICKED = 3; // at first
+const NAMED = 16; // below the curves
 const COLORS = 8;
 
 let runs = [];
-let ticked = null; // names, in the order of their colours
+let ticked = []; // names
+let isChosen = false; // by the user
+let failed = false;
 let timer = null;
 let listed = ""; // what the table shows
 let compared = ""; // what the difference shows
 let drawing = null;
 const curves = new Map(); // by name: { file, end, train, validation }
 const reading = new Map(); // by name: the promise of curves that are being read
+const colors = new Map(); // by name, for good
+let continuing = null;
 
 const shown = () => !$("runs").hidden && !document.hidden;
 
 export function start() {
   for (const id of ["log-loss", "log-steps", "show-train", "show-validation"]) $(id).addEventListener("change", redraw);
   addEventListener("resize", redraw);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => ticked && (paint(), redraw()));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => (paint(), redraw()));
   document.addEventListener("visibilitychange", () => shown() && open());
-  $("all-runs").addEventListener("change", () => tick($("all-runs").checked ? runs.map((run) => run.name) : []));
+  $("all-runs").addEventListener("change", () => choose($("all-runs").checked ? runs.map((run) => run.name) : []));
   $("continue").addEventListener("submit", (event) => {
     event.preventDefault();
     continueBoth();
@@ -36,21 +41,28 @@ export function start() {
 export async function open() {
   clearTimeout(timer);
   await refresh();
-  showComparisons();
+  await showComparisons().catch(showError);
 }
 
 async function refresh() {
   try {
     runs = await api.get("page/runs");
-    ticked ??= runs.slice(0, TICKED).map((run) => run.name);
-    showError(null);
     showTable();
-    await tick(ticked.filter((name) => runs.some((run) => run.name === name)));
+    const names = runs.map((run) => run.name);
+    await tick(isChosen ? ticked.filter((name) => names.includes(name)) : names.slice(0, TICKED));
+    if (failed) showError(null);
+    failed = false;
   } catch (error) {
     showError(error);
+    failed = true;
   }
   clearTimeout(timer);
   if (shown()) timer = setTimeout(refresh, EVERY_MS);
+}
+
+function choose(names) {
+  isChosen = true;
+  tick(names).catch(showError);
 }
 
 /** Show the curves of these runs, and of no others. */
@@ -58,11 +70,7 @@ async function tick(names) {
   ticked = names;
   paint();
   redraw();
-  try {
-    await Promise.all([showPair(), ...names.map(follow)]);
-  } catch (error) {
-    showError(error);
-  }
+  await Promise.all([showPair(), ...names.map(follow)]);
 }
 
 /** Read what a run has added to its metrics, unless that is under way. */
@@ -72,9 +80,11 @@ function follow(name) {
 }
 
 async function read(name) {
-  const changed = runs.find((run) => run.name === name)?.changed;
-  let known = curves.get(name) ?? { file: 0, end: 0, changed: null, train: [[], []], validation: [[], []] };
-  if (known.changed === changed || !changed) return;
+  const { began, changed } = runs.find((run) => run.name === name) ?? {};
+  if (!changed) return;
+  let known = curves.get(name);
+  if (known?.began !== began) known = { file: 0, end: 0, changed: null, train: [[], []], validation: [[], []] };
+  if (known.changed === changed) return;
   for (let complete = false; !complete; ) {
     const address = `page/runs/${encodeURIComponent(name)}?file=${known.file}&start=${known.end}`;
     let found;
@@ -88,7 +98,7 @@ async function read(name) {
     known = { ...found, train: both("train"), validation: both("validation") };
     complete = found.complete;
   }
-  curves.set(name, { ...known, changed });
+  curves.set(name, { ...known, began, changed });
   drawing ??= setTimeout(redraw, DRAW_MS);
 }
 
@@ -96,8 +106,12 @@ async function read(name) {
 
 const count = (n) => (n === null ? "–" : n.toLocaleString("en"));
 
-const color = (name) =>
-  getComputedStyle(document.body).getPropertyValue(`--c${ticked.indexOf(name) % COLORS}`);
+function color(name) {
+  if (!colors.has(name)) colors.set(name, colors.size % COLORS);
+  return getComputedStyle(document.body).getPropertyValue(`--c${colors.get(name)}`);
+}
+
+const swatch = () => el("span", { className: "swatch", "aria-hidden": "true" });
 
 function showTable() {
   const now = JSON.stringify(runs);
@@ -111,13 +125,12 @@ function showTable() {
     ...runs.map((run) => {
       const box = el("input", { type: "checkbox", value: run.name, "aria-label": `Show ${run.name}` });
       box.addEventListener("change", () =>
-        tick(box.checked ? [...ticked, run.name] : ticked.filter((name) => name !== run.name)),
+        choose(box.checked ? [...ticked, run.name] : ticked.filter((name) => name !== run.name)),
       );
-      const swatch = el("span", { className: "swatch", "aria-hidden": "true" });
       return el(
         "tr",
         {},
-        el("td", {}, box, swatch),
+        el("td", {}, box, swatch()),
         el("th", { scope: "row" }, visible(run.name)),
         el("td", { className: run.state }, run.state),
         el("td", {}, run.preset ?? "–"),
@@ -128,7 +141,7 @@ function showTable() {
       );
     }),
   );
-  if (focused !== undefined) [...body.querySelectorAll("input")].find((box) => box.value === focused)?.focus();
+  if (focused !== undefined) [...body.querySelectorAll("input")].find((box) => box.value === focused)?.focus({ preventScroll: true });
 }
 
 /** Mark the runs that are ticked, with the colours of their curves. */
@@ -139,12 +152,21 @@ function paint() {
   }
   $("all-runs").checked = runs.length > 0 && ticked.length === runs.length;
   $("all-runs").indeterminate = ticked.length > 0 && ticked.length < runs.length;
+  const more = ticked.length - NAMED;
+  $("curve-names").replaceChildren(
+    ...ticked.slice(0, NAMED).map((name) => {
+      const mark = swatch();
+      mark.style.background = color(name);
+      return el("span", {}, mark, visible(name));
+    }),
+    more > 0 ? `and ${more} more` : "",
+  );
 }
 
 function redraw() {
   clearTimeout(drawing);
   drawing = null;
-  if (!shown() || ticked === null) return;
+  if (!shown()) return;
   const some = [];
   for (const name of ticked) {
     const known = curves.get(name);
@@ -155,12 +177,14 @@ function redraw() {
   const canvas = $("curves");
   canvas.setAttribute("aria-label", `Curves of ${ticked.length} runs: ${ticked.join(", ")}. Their figures are in the table.`);
   canvas.dataset.curves = some.length;
+  canvas.hidden = !some.length;
   draw(canvas, some, { logX: $("log-steps").checked, logY: $("log-loss").checked });
 }
 
 // -- two runs -----------------------------------------------------------------------------------
 
 async function showPair() {
+  if (ticked.join("\n") !== compared) continuing?.abort();
   $("pair").hidden = ticked.length !== 2;
   $("pair-hint").hidden = ticked.length === 2;
   const pair = ticked.join("\n");
@@ -192,24 +216,28 @@ async function continueBoth() {
   const seed = form.seed.value === "" ? 0 : Number(form.seed.value);
   $("continued").replaceChildren();
   showError(null);
+  continuing?.abort();
+  const { signal } = (continuing = new AbortController());
   await Promise.all(
     ticked.map(async (name) => {
       const text = el("p", { className: "tokens" }, "Loading …");
       $("continued").append(el("section", { "aria-label": name }, el("h3", {}, visible(name)), text));
       try {
-        const body = { model: name, prompt: form.prompt.value, echo: true, logprobs: 0, seed, max_tokens: 200 };
+        const body = { model: `runs/${name}`, prompt: form.prompt.value, echo: true, logprobs: 0, seed, max_tokens: 200 };
         let first = true;
-        for await (const event of api.stream("page/completions", body)) {
+        for await (const event of api.stream("page/completions", body, signal)) {
           if (first) text.textContent = "";
           first = false;
           text.append(visible(event.tokens.map((token) => token.text).join("")));
         }
       } catch (error) {
+        if (error.name === "AbortError") return;
         text.textContent = error.message;
         text.classList.add("failed");
       }
     }),
   );
+  if (!signal.aborted) $("live").textContent = "Both texts are complete.";
 }
 
 // -- comparisons --------------------------------------------------------------------------------
@@ -226,8 +254,8 @@ async function showComparisons() {
       const details = el("details", {}, el("summary", {}, visible(name)));
       details.addEventListener("toggle", async () => {
         if (details.childElementCount > 1) return;
-        const picture = await api.blob(`page/comparisons/${encodeURIComponent(name)}`);
-        details.append(el("img", { alt: `The losses of the variants of ${name}`, src: URL.createObjectURL(picture) }));
+        const picture = await api.blob(`page/comparisons/${encodeURIComponent(name)}`).catch(showError);
+        if (picture) details.append(el("img", { alt: `The losses of the variants of ${name}`, src: URL.createObjectURL(picture) }));
       });
       return details;
     }),

@@ -20,10 +20,12 @@ export class TokenList {
       const token = event.target.closest("[role=option]");
       return token ? [...place.children].indexOf(token) : null;
     };
-    place.addEventListener("pointerover", (event) => {
+    place.addEventListener("pointermove", (event) => {
+      // Without movement, it is the text that has moved.
+      if (event.pointerType === "touch" || !(event.movementX || event.movementY)) return;
       clearTimeout(timer);
-      const i = event.pointerType === "touch" ? null : index(event);
-      if (i !== null) timer = setTimeout(() => i === this.selected || this.select(i), HOVER_MS);
+      const i = index(event);
+      if (i !== null && i !== this.selected) timer = setTimeout(() => this.#mark(i), HOVER_MS);
     });
     place.addEventListener("pointerleave", () => clearTimeout(timer));
     place.addEventListener("click", (event) => {
@@ -58,10 +60,16 @@ export class TokenList {
     this.count += tokens.length;
   }
 
-  /** Select token `i`; with `focus`, the keyboard goes there too. */
+  /** Select token `i`, and scroll to it; with `focus`, the keyboard goes there too. */
   select(i, focus = false) {
+    const next = this.#mark(i);
+    if (focus) next?.focus({ preventScroll: true });
+    next?.scrollIntoView({ block: "nearest" });
+  }
+
+  #mark(i) {
     const next = this.place.children[Math.max(0, Math.min(i, this.count - 1))];
-    if (!next) return;
+    if (!next) return null;
     const last = this.place.children[this.selected ?? -1];
     if (last) {
       last.removeAttribute("aria-selected");
@@ -71,12 +79,8 @@ export class TokenList {
     next.setAttribute("aria-selected", "true");
     next.tabIndex = 0;
     this.place.tabIndex = -1;
-    if (focus) next.focus();
     this.onSelect(this.selected);
-  }
-
-  get focused() {
-    return this.place.contains(document.activeElement);
+    return next;
   }
 
   /** To the nearest token of the line above or below. */

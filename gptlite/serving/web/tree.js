@@ -7,6 +7,8 @@ export class Branch {
     this.at = at;
     this.tokens = [];
     this.children = [];
+    this.status = ""; // how it was made
+    this.isScored = false;
     parent?.children.push(this);
   }
 
@@ -31,12 +33,9 @@ export class Branch {
     return [owner, ...owner.children.filter((child) => child.at === i)];
   }
 
-  /** The branch with `token` in place `i`: one that is there already, or a new one. */
+  /** A new branch, with `token` in place `i`. */
   branch(i, token) {
-    const known = this.alternatives(i);
-    const found = known.find((branch) => branch.path()[i].id === token.id);
-    if (found) return found;
-    const made = new Branch(known[0], i);
+    const made = new Branch(this.alternatives(i)[0], i);
     made.tokens.push(token);
     return made;
   }
