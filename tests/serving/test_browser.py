@@ -402,6 +402,11 @@ def test_a_pointer_that_rests_selects_nothing(page, address):
     page.run("document.getElementById('text').style.fontSize = '150%'")
     time.sleep(0.5)
     assert selected() == 150
+    # Nor does it select a token again that was clicked at once: its rivals can be clicked.
+    page.tokens[100].click()
+    rival = page.one("#rivals li button")
+    time.sleep(0.5)
+    assert rival.is_displayed()
 
 
 # -- look inside ---------------------------------------------------------------------------------

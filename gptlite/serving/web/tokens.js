@@ -5,6 +5,7 @@ import { el, visible } from "./dom.js";
 const HOVER_MS = 120; // so that the pointer can cross other tokens on its way to the rivals
 
 export class TokenList {
+  #timer = null; // of a token that the pointer is on
   /**
    * `onSelect(i)`: a token is selected. `onEnter(i)`: it is chosen with Enter.
    * `style(token, i)`: its class.
@@ -15,7 +16,6 @@ export class TokenList {
     this.onSelect = onSelect;
     this.count = 0;
     this.selected = null;
-    let timer = null;
     const index = (event) => {
       const token = event.target.closest("[role=option]");
       return token ? [...place.children].indexOf(token) : null;
@@ -23,11 +23,11 @@ export class TokenList {
     place.addEventListener("pointermove", (event) => {
       // Without movement, it is the text that has moved.
       if (event.pointerType === "touch" || !(event.movementX || event.movementY)) return;
-      clearTimeout(timer);
+      clearTimeout(this.#timer);
       const i = index(event);
-      if (i !== null && i !== this.selected) timer = setTimeout(() => this.#mark(i), HOVER_MS);
+      if (i !== null && i !== this.selected) this.#timer = setTimeout(() => this.#mark(i), HOVER_MS);
     });
-    place.addEventListener("pointerleave", () => clearTimeout(timer));
+    place.addEventListener("pointerleave", () => clearTimeout(this.#timer));
     place.addEventListener("click", (event) => {
       const i = index(event);
       if (i !== null) this.select(i, true);
@@ -68,6 +68,7 @@ export class TokenList {
   }
 
   #mark(i) {
+    clearTimeout(this.#timer);
     const next = this.place.children[Math.max(0, Math.min(i, this.count - 1))];
     if (!next) return null;
     const last = this.place.children[this.selected ?? -1];
