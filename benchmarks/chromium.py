@@ -30,7 +30,12 @@ def start() -> webdriver.Chrome:
 
 
 def show(
-    driver: webdriver.Chrome, address: str, *, width: int = 1200, height: int = 900, dark=False
+    driver: webdriver.Chrome,
+    address: str,
+    *,
+    width: int = 1200,
+    height: int = 900,
+    dark: bool = False,
 ) -> None:
     """Load a page anew in a window of that size (pixels)."""
     media = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]

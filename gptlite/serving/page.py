@@ -53,7 +53,7 @@ STATIC = "/static"
 # Where compare.py writes, and the picture in each folder.
 COMPARISONS_FOLDER, PICTURE = Path("comparisons"), "comparison.png"
 MAX_PICTURE = 2**24
-# Points of a curve: half a point for each column of a wide screen on a linear axis.
+# Points of a curve: about one for each column of the picture.
 MAX_POINTS = 1000
 # Tokens that are reported in place of each token.
 N_RIVALS = 10

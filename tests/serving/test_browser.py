@@ -166,6 +166,16 @@ def make_slow(address, monkeypatch):
     monkeypatch.setattr(address.engine._batch, "step", slow_step)
 
 
+def begin_long(page, address, monkeypatch):
+    """A text that is still arriving."""
+    make_slow(address, monkeypatch)
+    page.open(address)
+    page.fill("prompt", "abc")
+    page.fill("max_tokens", "20000")
+    page.click("#start")
+    page.wait(lambda: len(page.tokens) > 10)
+
+
 def log_probs_of(text):
     ids = TOKENIZER.encode(text)
     return ids, np.asarray(jax.nn.log_softmax(eqx.filter_jit(tiny_model())(jnp.asarray(ids))))
@@ -272,12 +282,7 @@ def test_a_rival_begins_a_branch(page, address):
 
 
 def test_a_text_can_be_stopped(page, address, monkeypatch):
-    make_slow(address, monkeypatch)
-    page.open(address)
-    page.fill("prompt", "abc")
-    page.fill("max_tokens", "20000")
-    page.click("#start")
-    page.wait(lambda: len(page.tokens) > 10)
+    begin_long(page, address, monkeypatch)
     page.click("#stop")
     page.wait(page.done)
     address.wait_until_idle()
@@ -787,12 +792,7 @@ def test_the_key_is_asked_for_once(page):
 
 
 def test_a_connection_that_breaks_is_said(page, address, monkeypatch):
-    make_slow(address, monkeypatch)
-    page.open(address)
-    page.fill("prompt", "abc")
-    page.fill("max_tokens", "20000")
-    page.click("#start")
-    page.wait(lambda: len(page.tokens) > 10)
+    begin_long(page, address, monkeypatch)
     for connection in list(address.server.server_state.connections):
         connection.loop.call_soon_threadsafe(connection.transport.abort)
     page.wait(lambda: page.error == "The server ended before the text did.")
