@@ -1,19 +1,19 @@
 """The lines of `metrics.jsonl`, read while a run is trained or later. They may be a stranger's."""
 
 import itertools
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Annotated
 
+import msgspec
 import numpy as np
 from jaxtyping import Float, Int
 
 from gptlite.config import MAX_INT32
-from gptlite.files import is_plausible, open_regular
+from gptlite.files import MAX_NUMBER, open_regular
 
 FILE = "metrics.jsonl"
 # Bytes of a line.
@@ -26,26 +26,27 @@ MAX_READ = 2**22
 Points = tuple[Int[np.ndarray, " points"], Float[np.ndarray, " points"]]
 
 
-def parsed(line: bytes) -> dict[str, Any] | None:
-    """What a line says of a step; None if it is no whole line of metrics."""
+Loss = Annotated[float, msgspec.Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]
+
+
+class Metrics(msgspec.Struct, gc=False):
+    """What a line says of a step."""
+
+    step: Annotated[int, msgspec.Meta(ge=0, le=MAX_INT32)]
+    train_loss: Loss | None
+    """None if it was not finite."""
+    val_loss: Loss | None = None
+
+
+_DECODER = msgspec.json.Decoder(Metrics)
+
+
+def parsed(line: bytes) -> Metrics | None:
+    """None if it is no whole line of metrics."""
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
+        return _DECODER.decode(line) if line.endswith(b"\n") else None
+    except (msgspec.DecodeError, RecursionError):
         return None
-    return record if line.endswith(b"\n") and _is_metrics(record) else None
-
-
-def _is_metrics(record: Any) -> TypeGuard[dict[str, Any]]:
-    """Whether training could have written it. A loss that is not finite is null there."""
-    if not isinstance(record, dict) or "train_loss" not in record:
-        return False
-    step, train_loss, val_loss = record.get("step"), record["train_loss"], record.get("val_loss", 0)
-    return (
-        type(step) is int
-        and 0 <= step <= MAX_INT32
-        and (train_loss is None or is_plausible(train_loss))
-        and is_plausible(val_loss)
-    )
 
 
 def lines_up_to(path: Path, step: int) -> Iterator[bytes]:
@@ -59,8 +60,8 @@ def lines_up_to(path: Path, step: int) -> Iterator[bytes]:
         while useless < MAX_USELESS and (line := file.readline(MAX_LINE)):
             record = parsed(line)
             useless += 1
-            if record is not None and last < record["step"] <= step:
-                last, useless = record["step"], 0
+            if record is not None and last < record.step <= step:
+                last, useless = record.step, 0
                 yield line
 
 
@@ -73,7 +74,7 @@ def last_step(run: Path) -> int:
     except OSError:
         return 0
     records = filter(None, map(parsed, reversed(lines)))
-    return next((record["step"] for record in records), 0)
+    return next((record.step for record in records), 0)
 
 
 @dataclass(frozen=True)
@@ -117,30 +118,27 @@ def _read_curves(
     whole = content[: content.rfind(b"\n") + 1]
     if not whole and len(content) == MAX_READ:  # no line of metrics
         whole = content
-    records = _all_parsed(whole)
+    lines = whole.splitlines(keepends=True)
+    try:
+        records = list(map(_DECODER.decode, lines))
+    except (msgspec.DecodeError, RecursionError):  # some are no metrics
+        records = list(filter(None, map(parsed, lines)))
+    steps = np.array([record.step for record in records], np.int64)
+    train = _finite(steps, [record.train_loss for record in records])
+    validation = _finite(steps, [record.val_loss for record in records])
     return Curves(
         status.st_ino,
         start + len(whole),
         len(content) < MAX_READ,
-        thinned(*_points(records, "train_loss"), most),
-        thinned(*_points(records, "val_loss"), most),
+        thinned(*train, most),
+        thinned(*validation, most),
     )
 
 
-def _all_parsed(content: bytes) -> list[dict[str, Any]]:
-    """What the lines say. Parsed as one list, which is quicker, if all of them are JSON."""
-    lines = content.splitlines(keepends=True)
-    try:
-        records = json.loads(b"[" + b",".join(lines) + b"]")
-    except (ValueError, RecursionError):
-        records = map(parsed, lines)
-    return [record for record in records if _is_metrics(record)]
-
-
-def _points(records: list[dict[str, Any]], name: str) -> Points:
-    found = [(r["step"], r[name]) for r in records if r.get(name) is not None]
-    steps, values = zip(*found, strict=True) if found else ((), ())
-    return np.asarray(steps, np.int64), np.asarray(values, np.float64)
+def _finite(steps: Int[np.ndarray, " lines"], losses: list[float | None]) -> Points:
+    values = np.array(losses, float)  # None becomes NaN
+    kept = ~np.isnan(values)
+    return steps[kept], values[kept]
 
 
 def thinned(

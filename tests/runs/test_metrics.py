@@ -35,17 +35,21 @@ def test_curves_are_read_on_from_where_they_ended(tmp_path):
 
 def test_lines_that_are_no_metrics_are_left_out(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(
-        b'{"step": 1, "train_loss": 2.5}\n[]\n{"step": "2", "train_loss": 1}\n\xff\n'
-        b'{"step": 3, "train_loss": NaN}\n'
-        b'{"step": 99999999999999999999, "train_loss": 1}\n{"step": 4, "train_loss": 1e300}\n'
+        b'null\n{"step": 1, "train_loss": 2.5, "val_loss": null, "rate": [{"step": 7}]}\n'
+        b"\n[]\n\xff\n"
+        b'{"step": "2", "train_loss": 1}\n{"step": 2.5, "train_loss": 1}\n{"train_loss": 1}\n'
+        b'{"step": 3, "train_loss": NaN}\n{"step": 3, "val_loss": 1}\n'
+        b'{"step": -3, "train_loss": 1}\n{"step": 99999999999999999999, "train_loss": 1}\n'
+        b'{"step": 2147483648, "train_loss": 1}\n{"step": 4, "train_loss": 1e300}\n'
+        b'{"step": 4, "train_loss": 1} {"step": 4, "train_loss": 1}\n'
         + b"["
         * 9000
-        + b"\n"
-        b'{"step": 5, "train_loss": 1.5, "val_loss": 2}\n{"step": 6'
+        + b'\n{"step": 5, "train_loss": 1.5, "val_loss": 2}\n'
+        b'{"step": 6, "train_loss": null, "val_loss": 3}\n{"step": 7'
     )
     found = read_curves(tmp_path, 0, 0, 100)
     assert [x.tolist() for x in found.train] == [[1, 5], [2.5, 1.5]]
-    assert [x.tolist() for x in found.validation] == [[5], [2.0]]
+    assert [x.tolist() for x in found.validation] == [[5, 6], [2.0, 3.0]]
 
 
 def test_a_file_without_lines_has_an_end(tmp_path):
