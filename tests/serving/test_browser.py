@@ -502,10 +502,17 @@ def test_a_run_is_followed_while_it_trains(page, address, folder, tmp_path, monk
         page.open(address, "runs")
         page.wait(lambda: row_of(page, "live").get("steps") == "1 / 4")
         assert row_of(page, "live")["state"] == "running"
+        # A reader's place in the table, and the focus, are kept.
+        page.run("window.row = document.querySelector('#runs-table tbody tr')")
+        page.run("window.row.querySelector('input').focus()")
         with (run / "metrics.jsonl").open("a") as file:
             for step in (2, 3):
                 file.write(json.dumps({"step": step, "train_loss": 4.0 - step}) + "\n")
         page.wait(lambda: row_of(page, "live")["steps"] == "3 / 4")
+        assert page.run(
+            "return document.querySelector('#runs-table tbody tr') === window.row"
+            " && window.row.contains(document.activeElement)"
+        )
 
         def picture():
             return page.run("return document.getElementById('curves').toDataURL()")
@@ -518,6 +525,18 @@ def test_a_run_is_followed_while_it_trains(page, address, folder, tmp_path, monk
     linear = picture()
     page.click("#log-loss")
     page.wait(lambda: picture() != linear)
+    heads = "document.querySelectorAll('#runs-table th[scope=row]')"
+    names = f"return [...{heads}].map(h => h.innerText)"
+    later = shutil.copytree(run, tmp_path / "runs" / "later")
+    (later / "tokenizer.json").touch()  # when it began
+    page.wait(lambda: page.run(names) == ["later", "live"])
+    page.run("window.row.querySelector('input').focus()")
+    for name in ("config.json", "tokenizer.json"):  # begun anew
+        (run / name).touch()
+    page.wait(lambda: page.run(names) == ["live", "later"])
+    assert page.run("return window.row.contains(document.activeElement)")
+    shutil.rmtree(later)
+    page.wait(lambda: page.run(names) == ["live"])
 
 
 def test_two_runs_side_by_side(page, address, folder, monkeypatch):

@@ -102,7 +102,7 @@ function begin() {
 /** Go on after a rival of token `i`. */
 function follow(i, [id, text, log_prob]) {
   const original = branch.path()[i];
-  const known = branch.alternatives(i).find((other) => other.path()[i].id === id);
+  const known = branches(i).find((other) => other.path()[i].id === id);
   if (known) return show(known, i, true);
   run(async (signal) => {
     const body = asked();

@@ -16,6 +16,7 @@ let isChosen = false; // by the user
 let failed = false;
 let timer = null;
 let listed = ""; // what the table shows
+const rows = new Map(); // of the table, by name
 let compared = ""; // what the difference shows
 let drawing = null;
 const curves = new Map(); // by name: { file, end, train, validation }
@@ -113,35 +114,46 @@ function color(name) {
 
 const swatch = () => el("span", { className: "swatch", "aria-hidden": "true" });
 
+/** Only what is new is changed, so that a screen reader's place in the table is kept. */
 function showTable() {
   const now = JSON.stringify(runs);
   if (now === listed) return;
   listed = now;
+  const focused = document.activeElement;
   $("no-runs").hidden = runs.length > 0;
   $("with-runs").hidden = !runs.length;
   const body = $("runs-table").tBodies[0];
-  const focused = document.activeElement?.closest?.("#runs-table input")?.value;
-  body.replaceChildren(
-    ...runs.map((run) => {
-      const box = el("input", { type: "checkbox", value: run.name, "aria-label": `Show ${run.name}` });
-      box.addEventListener("change", () =>
-        choose(box.checked ? [...ticked, run.name] : ticked.filter((name) => name !== run.name)),
-      );
-      return el(
-        "tr",
-        {},
-        el("td", {}, box, swatch()),
-        el("th", { scope: "row" }, visible(run.name)),
-        el("td", { className: run.state }, run.state),
-        el("td", {}, run.preset ?? "–"),
-        el("td", {}, count(run.parameters)),
-        el("td", {}, `${count(run.step)} / ${count(run.steps)}`),
-        el("td", {}, run.best_loss === null ? "–" : run.best_loss.toFixed(4)),
-        el("td", {}, new Date(1000 * run.began).toLocaleString()),
-      );
-    }),
-  );
-  if (focused !== undefined) [...body.querySelectorAll("input")].find((box) => box.value === focused)?.focus({ preventScroll: true });
+  const names = new Set(runs.map((run) => run.name));
+  for (const [name, row] of rows) {
+    if (names.has(name)) continue;
+    row.remove();
+    rows.delete(name);
+  }
+  runs.forEach((run, place) => {
+    if (!rows.has(run.name)) rows.set(run.name, newRow(run.name));
+    const row = rows.get(run.name);
+    if (body.rows[place] !== row) body.insertBefore(row, body.rows[place]);
+    const cells = [...row.cells].slice(2);
+    cells[0].className = run.state;
+    [
+      run.state,
+      run.preset ?? "–",
+      count(run.parameters),
+      `${count(run.step)} / ${count(run.steps)}`,
+      run.best_loss === null ? "–" : run.best_loss.toFixed(4),
+      new Date(1000 * run.began).toLocaleString(),
+    ].forEach((text, k) => {
+      if (cells[k].textContent !== text) cells[k].textContent = text;
+    });
+  });
+  if (focused !== document.activeElement) focused.focus({ preventScroll: true }); // its row was moved
+}
+
+function newRow(name) {
+  const box = el("input", { type: "checkbox", value: name, "aria-label": `Show ${name}` });
+  box.addEventListener("change", () => choose(box.checked ? [...ticked, name] : ticked.filter((other) => other !== name)));
+  const cells = Array.from({ length: 6 }, () => el("td"));
+  return el("tr", {}, el("td", {}, box, swatch()), el("th", { scope: "row" }, visible(name)), ...cells);
 }
 
 /** Mark the runs that are ticked, with the colours of their curves. */
