@@ -23,10 +23,8 @@ MAX_USELESS = 10_000
 # Bytes that are read at once for curves.
 MAX_READ = 2**22
 
-Points = tuple[Int[np.ndarray, " points"], Float[np.ndarray, " points"]]
-
-
 Loss = Annotated[float, msgspec.Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]
+Points = tuple[Int[np.ndarray, " points"], Float[np.ndarray, " points"]]
 
 
 class Metrics(msgspec.Struct, gc=False):
