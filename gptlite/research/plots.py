@@ -3,10 +3,11 @@ after `%matplotlib inline`, the last line of a cell shows one."""
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from gptlite.research.comparison import Result
+    from gptlite.runs.metrics import Metrics
 
 
 def save(figure: "Figure", path: Path) -> None:
@@ -64,21 +66,21 @@ def attention(
     return figure
 
 
-def losses(records: Sequence[Mapping[str, Any]]) -> "Figure":
-    """The training and validation losses in the lines of a `metrics.jsonl`, over steps."""
-    evaluated = [record for record in records if "val_loss" in record]
-    val_losses = [record["val_loss"] for record in evaluated]
+def losses(records: "Sequence[Metrics]") -> "Figure":
+    """The training and validation losses, in nats per token, over steps."""
+    evaluated = [(r.step, r.val_loss) for r in records if r.val_loss is not msgspec.UNSET]
+    val_steps, val_losses = zip(*evaluated, strict=True) if evaluated else ((), ())
     figure = _figure(7, 4)
     axes = figure.subplots()
     axes.plot(
-        [record["step"] for record in records],
+        [record.step for record in records],
         # NaN, a gap in the line, where every update was skipped.
-        [math.nan if (x := record["train_loss"]) is None else x for record in records],
+        [math.nan if record.train_loss is None else record.train_loss for record in records],
         label="training",
         linewidth=1,
     )
     axes.plot(
-        [record["step"] for record in evaluated],
+        val_steps,
         val_losses,
         label=f"validation, at best {min(val_losses, default=math.nan):.3f}",
         marker="o",

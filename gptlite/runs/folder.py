@@ -449,13 +449,10 @@ class RunFolder:
         words = ["python", "train.py", "--resume", str(self.path), *named, *self._options, *options]
         return f"To resume from step {steps[0]}{where}:\n    {shlex.join(words)}"
 
-    def curves(self) -> list[dict[str, Any]]:
-        """The steps and losses of `metrics.jsonl`."""
-        names = ("step", "train_loss", "val_loss")
+    def curves(self) -> list[metrics.Metrics]:
+        """The lines of `metrics.jsonl`."""
         with open_regular(self.path / metrics.FILE) as file:
-            return [
-                {name: x for name, x in json.loads(line).items() if name in names} for line in file
-            ]
+            return list(filter(None, map(metrics.parsed, file)))
 
     def save_result(self, result: dict[str, Any]) -> None:
         """Write `result.json`."""

@@ -33,7 +33,7 @@ class Metrics(msgspec.Struct, gc=False):
     step: Annotated[int, msgspec.Meta(ge=0, le=MAX_INT32)]
     train_loss: Loss | None
     """None if it was not finite."""
-    val_loss: Loss | None = None
+    val_loss: Loss | msgspec.UnsetType = msgspec.UNSET
 
 
 _DECODER = msgspec.json.Decoder(Metrics)
@@ -42,8 +42,9 @@ _DECODER = msgspec.json.Decoder(Metrics)
 def parsed(line: bytes) -> Metrics | None:
     """None if it is no whole line of metrics."""
     try:
-        return _DECODER.decode(line) if line.endswith(b"\n") else None
-    except (msgspec.DecodeError, RecursionError):
+        # As a string, because msgspec does not check that bytes which nothing reads are UTF-8.
+        return _DECODER.decode(line.decode()) if line.endswith(b"\n") else None
+    except (UnicodeDecodeError, msgspec.DecodeError, RecursionError):
         return None
 
 
@@ -116,14 +117,14 @@ def _read_curves(
     whole = content[: content.rfind(b"\n") + 1]
     if not whole and len(content) == MAX_READ:  # no line of metrics
         whole = content
-    lines = whole.splitlines(keepends=True)
-    try:
-        records = list(map(_DECODER.decode, lines))
-    except (msgspec.DecodeError, RecursionError):  # some are no metrics
-        records = list(filter(None, map(parsed, lines)))
+    records = list(filter(None, map(parsed, whole.splitlines(keepends=True))))
+    # Not as pairs: a million of them would keep the garbage collector busy.
     steps = np.array([record.step for record in records], np.int64)
     train = _finite(steps, [record.train_loss for record in records])
-    validation = _finite(steps, [record.val_loss for record in records])
+    validation = _finite(
+        steps,
+        [None if record.val_loss is msgspec.UNSET else record.val_loss for record in records],
+    )
     return Curves(
         status.st_ino,
         start + len(whole),

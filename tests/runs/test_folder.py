@@ -19,6 +19,7 @@ from typing import Literal
 
 import equinox as eqx
 import jax
+import msgspec
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -655,13 +656,20 @@ def test_what_is_no_line_of_metrics_is_removed(copied, finished):
     whole = (copied / "metrics.jsonl").read_bytes()
     bad = [b"1\n", b'{"step": 1e999, "train_loss": 1.0}\n', b"x" * 10_000 + b"\n"]
     bad += [b'{"step": 5, "train_loss": %s}\n' % loss for loss in (b"1e308", b"9" * 400, b"{}")]
+    bad += [
+        b'{"step": 5, "train_loss": 1, "val_loss": null}\n',
+        b'{"step": 5, "train_loss": 1, "\xff": 1}\n',
+    ]
     lines = whole.splitlines(keepends=True)
     mixed = b"".join([*bad, *lines[:2], *bad, lines[1], *lines[2:], b'{"step": '])
     (copied / "metrics.jsonl").write_bytes(mixed)
     with RunFolder(copied) as run:
         run.resume(find(run, 70), longer(70))
         assert (copied / "metrics.jsonl").read_bytes() == whole
-        assert run.curves()[-1].keys() == {"step", "train_loss", "val_loss"}
+        names = ("step", "train_loss", "val_loss")
+        records = map(json.loads, lines)
+        expected = [[record.get(name, msgspec.UNSET) for name in names] for record in records]
+        assert [[getattr(line, name) for name in names] for line in run.curves()] == expected
 
 
 def test_metrics_without_an_end_are_not_read_to_it(copied, finished):

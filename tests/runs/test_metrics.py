@@ -35,8 +35,8 @@ def test_curves_are_read_on_from_where_they_ended(tmp_path):
 
 def test_lines_that_are_no_metrics_are_left_out(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(
-        b'null\n{"step": 1, "train_loss": 2.5, "val_loss": null, "rate": [{"step": 7}]}\n'
-        b"\n[]\n\xff\n"
+        b'null\n{"step": 1, "train_loss": 2.5, "rate": [{"step": 7}]}\n\n[]\n\xff\n'
+        b'{"step": 2, "train_loss": 1, "\xff": 1}\n{"step": 2, "train_loss": 1, "val_loss": null}\n'
         b'{"step": "2", "train_loss": 1}\n{"step": 2.5, "train_loss": 1}\n{"train_loss": 1}\n'
         b'{"step": 3, "train_loss": NaN}\n{"step": 3, "val_loss": 1}\n'
         b'{"step": -3, "train_loss": 1}\n{"step": 99999999999999999999, "train_loss": 1}\n'
