@@ -450,7 +450,7 @@ class RunFolder:
         return f"To resume from step {steps[0]}{where}:\n    {shlex.join(words)}"
 
     def curves(self) -> list[metrics.Metrics]:
-        """The lines of `metrics.jsonl`."""
+        """What the whole lines of `metrics.jsonl` say."""
         with open_regular(self.path / metrics.FILE) as file:
             return list(filter(None, map(metrics.parsed, file)))
 

@@ -28,12 +28,13 @@ Points = tuple[Int[np.ndarray, " points"], Float[np.ndarray, " points"]]
 
 
 class Metrics(msgspec.Struct, gc=False):
-    """What a line says of a step."""
+    """What a line says of a step. Losses are in nats per token."""
 
     step: Annotated[int, msgspec.Meta(ge=0, le=MAX_INT32)]
     train_loss: Loss | None
-    """None if it was not finite."""
+    """None where every update was skipped."""
     val_loss: Loss | msgspec.UnsetType = msgspec.UNSET
+    """Set where the model was evaluated."""
 
 
 _DECODER = msgspec.json.Decoder(Metrics)
@@ -42,7 +43,7 @@ _DECODER = msgspec.json.Decoder(Metrics)
 def parsed(line: bytes) -> Metrics | None:
     """None if it is no whole line of metrics."""
     try:
-        # As a string, because msgspec does not check that bytes which nothing reads are UTF-8.
+        # As a string, because msgspec does not check that the fields it skips are UTF-8.
         return _DECODER.decode(line.decode()) if line.endswith(b"\n") else None
     except (UnicodeDecodeError, msgspec.DecodeError, RecursionError):
         return None
