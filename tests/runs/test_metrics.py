@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 
-from gptlite.runs.metrics import read_curves, thinned
+from gptlite.runs.metrics import last_step, read_curves, thinned
 
 
 def test_curves_are_read_on_from_where_they_ended(tmp_path):
@@ -41,15 +41,16 @@ def test_lines_that_are_no_metrics_are_left_out(tmp_path):
         b'{"step": 3, "train_loss": NaN}\n{"step": 3, "val_loss": 1}\n'
         b'{"step": -3, "train_loss": 1}\n{"step": 99999999999999999999, "train_loss": 1}\n'
         b'{"step": 2147483648, "train_loss": 1}\n{"step": 4, "train_loss": 1e300}\n'
+        b'{"step": 4, "train_loss": -1e300}\n'
         b'{"step": 4, "train_loss": 1} {"step": 4, "train_loss": 1}\n'
-        + b"["
-        * 9000
-        + b'\n{"step": 5, "train_loss": 1.5, "val_loss": 2}\n'
-        b'{"step": 6, "train_loss": null, "val_loss": 3}\n{"step": 7'
+        b'{"step": 4, "train_loss": 1, "x": ' + b"[" * 9000 + b"\n"
+        b'{"step": 5, "train_loss": 1.5, "val_loss": 2}\n'
+        b'{"step": 6, "train_loss": null, "val_loss": 3}\n{"step": 7, "train_loss": 1}'
     )
     found = read_curves(tmp_path, 0, 0, 100)
     assert [x.tolist() for x in found.train] == [[1, 5], [2.5, 1.5]]
     assert [x.tolist() for x in found.validation] == [[5, 6], [2.0, 3.0]]
+    assert last_step(tmp_path) == 6  # the line of step 7 may still be written
 
 
 def test_a_file_without_lines_has_an_end(tmp_path):
