@@ -57,9 +57,12 @@ def serve(arguments: ServeArguments, environment: Mapping[str, str]) -> None:
         allow_origins=arguments.allow_origin,
     )
     page = f"http://{address}:{port}"
-    log(f"serving {name}: a page at {page}, and OpenAI's API at {page}/v1 (Ctrl-C ends)")
+
+    def started() -> None:
+        log(f"serving {name}: a page at {page}, and OpenAI's API at {page}/v1 (Ctrl-C ends)")
+
     try:
-        run_server(app, listening, models.stop)
+        run_server(app, listening, started, models.stop)
     finally:
         models.close()
     log("stopped")

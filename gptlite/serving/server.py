@@ -106,12 +106,16 @@ def server_config(app: ASGIApp) -> uvicorn.Config:
 
 
 class Server(uvicorn.Server):
-    """Calls `give_up` when what is running at the end has had `GRACE_SECONDS`, or at a second
-    signal."""
+    """Calls `started` when it answers, and `give_up` when what is running at the end has had
+    `GRACE_SECONDS`, or at a second signal."""
 
-    def __init__(self, app: ASGIApp, give_up: Callable[[], None]):
+    def __init__(self, app: ASGIApp, started: Callable[[], None], give_up: Callable[[], None]):
         super().__init__(server_config(app))
-        self._give_up = give_up
+        self._started, self._give_up = started, give_up
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._started()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
@@ -125,10 +129,22 @@ class Server(uvicorn.Server):
         timer.cancel()
 
 
-def run_server(app: ASGIApp, listening: socket.socket, give_up: Callable[[], None]) -> None:
+def run_server(
+    app: ASGIApp,
+    listening: socket.socket,
+    started: Callable[[], None],
+    give_up: Callable[[], None],
+) -> None:
     """Answer requests until SIGTERM or Ctrl-C. Then no new connection is taken, and what is
-    running has `GRACE_SECONDS` before `give_up` is called, which must end it."""
-    # uvicorn raises the signal again when it has ended. Then the program ends by itself.
+    running has `GRACE_SECONDS` before `give_up` is called, which must end it. `started` is called
+    when requests are answered."""
+    server = Server(app, started, give_up)
+
+    def stop(*_: Any) -> None:
+        server.should_exit = True
+
+    # Before uvicorn has handlers of its own; and after it has ended, when it raises the signal
+    # again. Then the program ends by itself.
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
-    Server(app, give_up).run(sockets=[listening])
+        signal.signal(number, stop)
+    server.run(sockets=[listening])

@@ -14,6 +14,8 @@ import time
 import pytest
 from conftest import ROOT, TEXT, run_script
 
+from gptlite.serving.server import Server, open_socket, run_server
+
 SMALL = (
     "--model.n-layers 1 --model.n-heads 2 --model.d-model 16 --model.context-length 16 "
     "--training.batch-size 8 --training.accumulation 1 --training.steps 4 "
@@ -63,6 +65,7 @@ def ask(port, key=None, **words):
     return connection.getresponse()
 
 
+@pytest.mark.processes
 def test_serve_finishes_what_is_running_when_it_is_told_to_stop(folder):
     with serving(folder) as (process, port):
         text = json.loads(ask(port, max_tokens=40).read())["choices"][0]["text"]
@@ -79,6 +82,7 @@ def test_serve_finishes_what_is_running_when_it_is_told_to_stop(folder):
         assert process.communicate()[0] == "stopped\n"
 
 
+@pytest.mark.processes
 def test_serve_gives_up_what_takes_too_long(folder):
     with serving(folder) as (process, port):
         stream = ask(port, max_tokens=100_000, n=4, stream=True)
@@ -92,6 +96,7 @@ def test_serve_gives_up_what_takes_too_long(folder):
         assert said == "stopped\n"
 
 
+@pytest.mark.processes
 def test_a_second_signal_ends_what_is_running(folder):
     with serving(folder) as (process, port):
         stream = ask(port, max_tokens=100_000, n=4, stream=True)
@@ -106,6 +111,35 @@ def test_a_second_signal_ends_what_is_running(folder):
         assert time.monotonic() - begun < 8
 
 
+@pytest.mark.processes
+def test_a_signal_as_soon_as_it_answers_ends_it(folder):
+    with serving(folder) as (process, _):
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=30)[0] == "stopped\n"
+        assert process.returncode == 0
+
+
+def test_a_signal_before_it_answers_ends_it(monkeypatch):
+    """Uvicorn has no handlers yet."""
+    ends = []
+
+    def run(self, sockets):
+        signal.raise_signal(signal.SIGTERM)
+        ends.append(self.should_exit)
+
+    async def app(scope, receive, send):
+        pass
+
+    monkeypatch.setattr(Server, "run", run)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    with open_socket("127.0.0.1", 0) as listening:
+        run_server(app, listening, lambda: None, lambda: None)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    assert ends == [True]
+
+
+@pytest.mark.processes
 def test_serve_takes_the_key_from_the_environment(folder):
     with serving(folder, "--host", "0.0.0.0", GPTLITE_API_KEY="secret") as (_, port):
         assert ask(port).status == 401
@@ -137,6 +171,7 @@ def test_serve_refuses_what_it_cannot_do(folder, words, sentence):
     assert "Traceback" not in answer.err
 
 
+@pytest.mark.processes
 def test_a_port_in_use_is_named(folder):
     with serving(folder) as (_, port):
         answer = run_script("serve.py", "--port", str(port), folder=folder)
