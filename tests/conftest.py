@@ -3,13 +3,15 @@
 import contextlib
 import dataclasses
 import gc
+import importlib.util
 import io
 import os
 import re
 import runpy
+import shutil
 import signal
 import sys
-import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,9 +50,17 @@ jax.config.update("jax_platforms", os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
 jax.config.update("jax_num_cpu_devices", int(os.environ["JAX_NUM_CPU_DEVICES"]))
 
-# The processes share compiled programs, which are not kept.
-COMPILED = tempfile.TemporaryDirectory(prefix="gptlite-tests-")
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", COMPILED.name)
+# All processes, and the next run of the suite, share compiled programs. Those that compile in less
+# than this are compiled again as quickly as they are read. `pytest --cache-clear` removes them.
+PROGRAMS = ROOT / ".pytest_cache" / "d" / "xla"
+for name, value in {
+    "jax_compilation_cache_dir": str(PROGRAMS),
+    "jax_persistent_cache_min_compile_time_secs": 0.05,
+    # Lines of the source, in every program, take a twentieth of the time.
+    "jax_traceback_in_locations_limit": 0,
+}.items():
+    given = os.environ.setdefault(name.upper(), str(value))
+    jax.config.update(name, type(value)(given))
 
 # Half of the time is tracing, in Python, of which the search for garbage would take a tenth.
 gc.set_threshold(200_000, 20, 100)
@@ -76,12 +86,62 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place.get(item.path.stem, len(slow)))
 
 
+def needs(*packages: str) -> Callable[[Any], Any]:
+    """Marks a test that compares with `packages`."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    skip = pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}")
+    return lambda test: pytest.mark.peers(skip(test))
+
+
+MARKS = ("peers", "processes")
+# How many tests of each mark were left out.
+LEFT_OUT = pytest.StashKey[Counter[str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[LEFT_OUT] = Counter()
+    is_worker = hasattr(config, "workerinput")
+    if not is_worker and PROGRAMS.is_dir():  # of many versions of the code
+        size = sum(path.stat().st_size for path in PROGRAMS.iterdir())
+        if size > 2**30:
+            shutil.rmtree(PROGRAMS)
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    for item in items:
+        item.config.stash[LEFT_OUT].update(m for m in MARKS if item.get_closest_marker(m))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (output := getattr(session.config, "workeroutput", None)) is not None:
+        output["left_out"] = dict(session.config.stash[LEFT_OUT])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    # Each worker has left out the same.
+    node.config.stash[LEFT_OUT] = Counter(getattr(node, "workeroutput", {}).get("left_out", {}))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    for name, count in sorted(config.stash[LEFT_OUT].items()):
+        terminalreporter.write_line(f"{count} tests were left out: pytest -m {name}")
+    if config.stash[LEFT_OUT]:
+        terminalreporter.write_line("all tests: pytest -m ''")
+
+
+# Memory mappings of a process, of which Linux allows 65,530. Each compiled program takes several,
+# and XLA crashes when they run out.
+MAX_MAPPINGS = 30_000
+
+
 @pytest.fixture(scope="module", autouse=True)
 def drop_programs():
-    """Drop a module's compiled programs at its end. Each takes several memory mappings, of which
-    Linux allows a process 65,530, and XLA crashes when they run out."""
+    """Drop compiled programs at the end of a module, if they are many."""
     yield
-    jax.clear_caches()
+    maps = Path("/proc/self/maps")
+    if not maps.exists() or maps.read_bytes().count(b"\n") > MAX_MAPPINGS:
+        jax.clear_caches()
 
 
 # No deadline, because compiling is slow; the same examples every time.
@@ -191,8 +251,9 @@ def refusal(parse: Callable[[list[str]], Any], words: list[str]) -> str | None:
 
 
 def run_script(name: str, *words: str, folder: Path, stdin: str = "") -> SimpleNamespace:
-    """Exit code and output of a script, typed in `folder`, but run in this process, which has JAX
-    and compiled programs already."""
+    """Exit code and output of `python name words...`, typed in `folder`, but run in this process,
+    which has JAX and compiled programs already. `name`: a script's, from the root of the project;
+    or `-m`, and a module is the first word."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.chdir(folder))
@@ -203,11 +264,13 @@ def run_script(name: str, *words: str, folder: Path, stdin: str = "") -> SimpleN
         stack.enter_context(mock.patch.object(sys, "stdin", typed))
         stack.enter_context(mock.patch.dict(os.environ, {"COLUMNS": "200"}))
         try:
-            runpy.run_path(str(ROOT / name), run_name="__main__")
+            if name == "-m":
+                module, *sys.argv[1:] = words
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(str(ROOT / name), run_name="__main__")
         except SystemExit as stop:
             code = stop.code or 0
-    # Scripts keep small programs, too. Writing those of all later tests takes longer than it saves.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
     return SimpleNamespace(code=code, out=out.getvalue(), err=err.getvalue())
 
 

@@ -226,6 +226,7 @@ def sample_from_hub(place: Path, name: str, endpoint: str, home: Path) -> tuple[
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.processes
 def test_a_model_is_fetched_from_the_hub_once(place, hub, tmp_path):
     endpoint, asked = hub
     wanted = run_script("sample.py", "--run", "hf:out", *SAMPLE, folder=place).out
@@ -250,6 +251,7 @@ for name in sys.argv[1:]:
 """
 
 
+@pytest.mark.processes
 def test_a_name_that_cannot_be_fetched_is_said_soon(hub, tmp_path):
     for endpoint, names, sentences in (
         ("http://127.0.0.1:9", ["gpt2"], ["gpt2 is no folder, and cannot be fetched from the hub"]),

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from conftest import TEXT, run_script
 from hypothesis import given, settings, strategies as st
-from launch import SETTINGS, Processes
 from safetensors.numpy import load_file
-from soak.kill_loop import arrays, metrics
+from support.kill_loop import arrays, metrics
+from support.processes import SETTINGS, Processes
 
 from gptlite.config import DistributedConfig, UserError
 from gptlite.runs.checkpoints import survey
@@ -18,6 +18,7 @@ from gptlite.sharding import local_rows, make_mesh, place
 from gptlite.text.batches import Batches
 
 
+@pytest.mark.processes
 def test_two_processes_train_what_one_does_until_one_is_told_to_stop(tmp_path):
     """Each has half of the rows of a batch, and half of every matrix. The run goes on in one, on
     another mesh."""
@@ -57,6 +58,7 @@ def test_two_processes_train_what_one_does_until_one_is_told_to_stop(tmp_path):
     assert "do not make up the number of devices, 2" in done.err
 
 
+@pytest.mark.processes
 def test_what_only_one_process_finds_wrong_ends_all_with_its_message(tmp_path):
     """Another text than that of process 0."""
     for name, text in (("a.txt", TEXT), ("b.txt", TEXT[::-1])):
@@ -72,6 +74,7 @@ def test_what_only_one_process_finds_wrong_ends_all_with_its_message(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.processes
 def test_processes_that_were_given_different_settings_end_before_they_train(tmp_path):
     (tmp_path / "rhyme.txt").write_text(TEXT, encoding="utf-8")
     words = ["quick", "--data.corpus", "rhyme.txt", "--optimizer.learning-rate"]
@@ -86,6 +89,7 @@ def test_processes_that_were_given_different_settings_end_before_they_train(tmp_
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.processes
 def test_a_signal_before_training_ends_all_processes(tmp_path):
     program = (
         "import signal, sys, time\n"
@@ -112,12 +116,14 @@ def test_a_port_that_is_taken_is_refused(tmp_path):
     assert f"error: Process 0 cannot listen at port {port} of --distributed.co" in done.err
 
 
+@pytest.mark.processes
 def test_a_cluster_of_one_process_is_an_ordinary_run(tmp_path):
     alone = Processes(tmp_path, ["quick", "--data.corpus", "nowhere.txt"])
     assert alone.codes() == [2]
     assert alone.said(0).startswith("error: There is no corpus nowhere.txt")
 
 
+@pytest.mark.processes
 def test_a_killed_process_is_named(tmp_path):
     (tmp_path / "rhyme.txt").write_text(TEXT, encoding="utf-8")
     command = ["quick", "--data.corpus", "rhyme.txt", *SETTINGS, "--run", "long"]

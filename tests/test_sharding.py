@@ -36,9 +36,9 @@ MIXED = "(2, 2, 2)"
 def found() -> dict[str, Any]:
     """What meshes.py finds with eight devices."""
     done = subprocess.run(
-        [sys.executable, ROOT / "tests" / "meshes.py"],
+        [sys.executable, ROOT / "tests" / "support" / "meshes.py"],
         cwd=ROOT,
-        env=os.environ | {"JAX_NUM_CPU_DEVICES": "8", "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"JAX_NUM_CPU_DEVICES": "8", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
         capture_output=True,
         text=True,
     )

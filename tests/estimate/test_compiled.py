@@ -47,6 +47,9 @@ class Program:
     report: str
 
 
+pytestmark = pytest.mark.peers
+
+
 @pytest.fixture(scope="module", params=COMPILERS)
 def target(request) -> str:
     if importlib.util.find_spec(COMPILERS[request.param]) is None:

@@ -1,20 +1,16 @@
 """GPT-2's block against Hugging Face's GPT2LMHeadModel, same weights."""
 
 import dataclasses
-from importlib.util import find_spec
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import needs
 
 from gptlite.models.gpt import GPT
 from gptlite.presets import GPT2_SMALL
-
-# Imported by the first test: both processes of the suite read this file, and one runs it.
-if not find_spec("torch") or not find_spec("transformers"):
-    pytest.skip("the reference needs torch and transformers", allow_module_level=True)
 
 CONFIG = dataclasses.replace(GPT2_SMALL, n_layers=3, n_heads=4, d_model=32, context_length=24)
 VOCAB = 61
@@ -88,6 +84,7 @@ def ours(theirs) -> GPT:
     return model
 
 
+@needs("torch", "transformers")
 def test_logits_and_loss_gradients_equal_hugging_faces(ours, theirs):
     ids = np.random.default_rng(0).integers(0, VOCAB, (3, 24))
     import torch
@@ -113,6 +110,7 @@ def test_logits_and_loss_gradients_equal_hugging_faces(ours, theirs):
     np.testing.assert_allclose(grads.stack.blocks.mlp.up.weight[1].T, up, atol=1e-5)
 
 
+@needs("torch", "transformers")
 def test_parameters_are_counted_as_hugging_face_counts_them(ours, theirs):
     from gptlite.models.summary import count_parameters
 

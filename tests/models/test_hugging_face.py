@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import re
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TEXT, drawn
+from conftest import TEXT, drawn, needs
 from hypothesis import given, settings, strategies as st
 
 from gptlite.cli import parse_train
@@ -26,10 +25,6 @@ from gptlite.runs.load import Run
 from gptlite.runs.weights import named_arrays
 from gptlite.text.corpus import text_corpus
 from gptlite.text.tokenizer import make_tokenizer
-
-# Imported by the first test: both processes of the suite read this file, and one runs it.
-if not find_spec("torch") or not find_spec("transformers"):
-    pytest.skip("the reference needs torch and transformers", allow_module_level=True)
 
 TOKENIZER = make_tokenizer("char", text_corpus(TEXT))
 VOCAB = TOKENIZER.vocab_size
@@ -224,6 +219,7 @@ def save(theirs: Any, folder: Path, **options: Any) -> None:
     (folder / "other" / "tokenizer.json").rename(folder / "tokenizer.json")
 
 
+@needs("torch", "transformers")
 @pytest.mark.parametrize("name", IMPORTED)
 def test_an_imported_model_gives_the_same_logits(name, tmp_path):
     theirs = theirs_of(*IMPORTED[name])
@@ -238,6 +234,7 @@ def test_an_imported_model_gives_the_same_logits(name, tmp_path):
         np.testing.assert_allclose(again[key], value, rtol=rtol, atol=rtol, err_msg=key)
 
 
+@needs("torch", "transformers")
 @pytest.mark.parametrize("name", EXPORTED)
 def test_an_exported_model_gives_the_same_logits_and_comes_back(name, tmp_path):
     architecture, changes = EXPORTED[name]
@@ -258,6 +255,7 @@ def test_an_exported_model_gives_the_same_logits_and_comes_back(name, tmp_path):
             np.testing.assert_array_equal(found[key], value)
 
 
+@needs("torch", "transformers")
 def test_half_precision_and_several_files_are_read(tmp_path):
     import torch
 
@@ -336,6 +334,7 @@ GEMMA_ROPE = {
 }
 
 
+@needs("transformers")
 @pytest.mark.parametrize(
     ("kind", "fields", "theta"),
     [("llama", *case) for case in ROPE.values()]
@@ -371,6 +370,7 @@ def test_a_scaling_that_gptlite_lacks_is_refused_wherever_it_stands():
         from_hf_config({"model_type": "gemma3_text", **SHAPE, **GEMMA, "rope_parameters": linear})
 
 
+@needs("transformers")
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "arcee"])
 def test_an_absent_field_means_what_it_does_in_transformers(kind):
     from transformers import AutoConfig

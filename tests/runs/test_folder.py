@@ -25,7 +25,7 @@ import orbax.checkpoint as ocp
 import pytest
 import tensorstore
 from conftest import TEXT, TINY, drawn
-from soak.kill_loop import metrics as lines
+from support.kill_loop import metrics as lines
 
 from gptlite.config import Config, OptimizerConfig, TrainingConfig, UserError
 from gptlite.models.gpt import GPT
@@ -236,6 +236,7 @@ def inspect(path: Path) -> tuple[int, dict[str, np.ndarray], str]:
 CASES_PER_FILE = 3  # of each kind; Orbax writes a dozen files or more
 
 
+@pytest.mark.processes
 def test_no_damage_of_a_checkpoint_goes_unnoticed(copied, finished):
     """Every file of it, gone, cut at random places, and with a random bit flipped: either the
     arrays are those that were saved, or an older checkpoint is taken, and that is said."""
@@ -435,6 +436,7 @@ def test_a_record_of_something_else_is_refused(copied, record):
 # -- locks, and folders that cannot be written -----------------------------------------------------
 
 
+@pytest.mark.processes
 def test_a_second_process_is_refused_until_the_first_is_gone(copied):
     program = (
         "import sys, time\nfrom pathlib import Path\n"

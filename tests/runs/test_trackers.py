@@ -12,18 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, needs
 
 from gptlite.config import Config, LogConfig, UserError
 from gptlite.runs import trackers
 from gptlite.runs.trackers import Trackers, check_installed
 
 CONFIG = Config()
-
-
-def needs(name: str) -> pytest.MarkDecorator:
-    missing = importlib.util.find_spec(name) is None
-    return pytest.mark.skipif(missing, reason=f'needs a package: pip install -e ".[{name}]"')
 
 
 def metrics(step: int, loss: float) -> dict[str, float | None]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TINY, tiny_model
-from servers import NAME, TOKENIZER, serving
+from support.servers import NAME, TOKENIZER, serving
 
 from gptlite.config import SamplingConfig
 from gptlite.generation.generate import generate

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TEXT, TINY, run_script, tiny_model
-from servers import NAME, TOKENIZER, serving
+from support.servers import NAME, TOKENIZER, serving
 
 from gptlite.models.attention_maps import attention_maps
 from gptlite.models.logit_lens import logit_lens
@@ -24,9 +24,10 @@ import chromium  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 
-pytestmark = pytest.mark.skipif(
-    None in chromium.PROGRAMS, reason="needs chromium and chromium-driver"
-)
+pytestmark = [
+    pytest.mark.peers,
+    pytest.mark.skipif(None in chromium.PROGRAMS, reason="needs chromium and chromium-driver"),
+]
 SMALL = (
     "--model.n-layers 1 --model.n-heads 2 --model.d-model 16 --model.context-length 16 "
     "--training.batch-size 8 --training.accumulation 1 --training.steps 4 --training.log-every 2 "

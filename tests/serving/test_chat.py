@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tokenizers
 from conftest import tiny_model
-from servers import NAME, serving
+from support.servers import NAME, serving
 
 from gptlite.config import UserError
 from gptlite.generation.generate import generate

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TINY, VOCAB, tiny_model
-from servers import TOKENIZER
+from support.servers import TOKENIZER
 
 from gptlite.config import SamplingConfig, UserError
 from gptlite.generation.generate import generate

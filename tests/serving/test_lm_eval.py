@@ -1,26 +1,29 @@
 """lm-evaluation-harness, with its client for this API, on a small task of multiple choice."""
 
+import importlib
 import json
 import random
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TINY, tiny_model
-from servers import NAME, TOKENIZER, serving
+from conftest import TINY, needs, tiny_model
+from support.servers import NAME, TOKENIZER, serving
 
 from gptlite.text.hf_tokenizer import to_hf_tokenizer
 
-lm_eval = pytest.importorskip("lm_eval")
-transformers = pytest.importorskip("transformers")
 CHOICES = ["ab", "cde", "f"]
 
 
+@needs("lm_eval", "transformers")
 def test_the_harness_measures_what_the_model_says(tmp_path, monkeypatch):
     """Its accuracy, and each of its log probabilities, against those of the model called
     directly."""
+    lm_eval: Any = importlib.import_module("lm_eval")
+
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     choose = random.Random(0)
     questions = [

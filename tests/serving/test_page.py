@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TEXT, TINY, run_script, tiny_model
-from servers import NAME, TOKENIZER, serving
+from support.servers import NAME, TOKENIZER, serving
 
 from gptlite.models.attention_maps import attention_maps
 from gptlite.models.logit_lens import logit_lens

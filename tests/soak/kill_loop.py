@@ -3,156 +3,16 @@ and compare it with an uninterrupted run.
 
     python tests/soak/kill_loop.py --kills 60
 
-The suite runs a short one (tests/test_resume.py).
+The suite runs a short one (tests/scripts/test_resume.py).
 """
 
 import argparse
-import json
-import os
-import random
-import signal
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-# train.py, with a disk so slow that it is saving most of the time.
-SLOW = """
-import os, sys, time
-def slowed(function, seconds):
-    def slow(*args, **kwargs):
-        time.sleep(seconds / 2)
-        result = function(*args, **kwargs)
-        time.sleep(seconds / 2)
-        return result
-    return slow
-os.rename, os.replace = slowed(os.rename, 0.1), slowed(os.replace, 0.1)
-os.fsync = slowed(os.fsync, 0.02)
-import train
-train.main()
-"""
-
-
-def start(words: list[str], folder: Path, *, slow: bool = False) -> subprocess.Popen:
-    """train.py in `folder`."""
-    program = ["-c", SLOW] if slow else [str(ROOT / "train.py")]
-    return subprocess.Popen(
-        [sys.executable, *program, *words],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-
-
-def run(words: list[str], folder: Path) -> str:
-    """The output of train.py, which must succeed."""
-    process = start(words, folder)
-    said, _ = process.communicate()
-    assert process.returncode == 0, said
-    return said
-
-
-def settings(steps: int) -> list[str]:
-    """The options of a tiny run that saves often."""
-    return (
-        "--data.corpus text.txt --model.n-layers 1 --model.n-heads 2 --model.d-model 16 "
-        "--model.context-length 16 --training.batch-size 4 --training.log-every 8 "
-        f"--training.steps {steps} --training.eval-every 36 --training.sample-tokens 0 "
-        "--training.save-seconds 1 --optimizer.name adamw"
-    ).split()
-
-
-def kill_loop(folder: Path, kills: int, steps: int, seed: int = 0) -> dict[str, int]:
-    """Counts of kills by moment. The runs are `whole` and `killed` in `folder`/runs."""
-    from conftest import TEXT
-
-    from gptlite.runs.checkpoints import list_steps
-
-    chance = random.Random(seed)
-    (folder / "text.txt").write_text(TEXT)
-    run([*settings(steps), "--run", "whole"], folder)
-    path = folder / "runs" / "killed"
-    counts = {"inside a save": 0, "between saves": 0, "before the first save": 0, "too late": 0}
-
-    def resume_command() -> list[str]:
-        if list_steps(path / "checkpoints"):
-            return ["--resume", "runs/killed", "--data.corpus", "text.txt"]
-        return [*settings(steps), "--run", "killed", "--overwrite"]
-
-    for kill in range(3 * kills):
-        # On a busy machine, all kills may come before the first save.
-        if kill >= kills and counts["inside a save"] + counts["between saves"]:
-            break
-        began = time.time()
-        process = start(resume_command(), folder, slow=True)
-        assert process.stdout is not None
-        said = []
-        early = chance.random() < 0.1  # perhaps before the first step
-        for line in process.stdout:
-            said.append(line)
-            if line.startswith("step ") or (early and "run folder" in line):
-                break
-        time.sleep(chance.uniform(0.0, 1.5))
-        process.send_signal(signal.SIGKILL)
-        said += process.communicate()[0]
-        assert process.returncode in (-signal.SIGKILL, 0), "".join(said)
-        # Unfinished files of an earlier kill stay until the first save.
-        unfinished = [*path.glob("checkpoints/*tmp*"), *path.glob(".*.part")]
-        during_save = any(file.stat().st_mtime > began for file in unfinished)
-        if process.returncode == 0:
-            counts["too late"] += 1
-            break
-        if during_save:
-            counts["inside a save"] += 1
-        elif list_steps(path / "checkpoints"):
-            counts["between saves"] += 1
-        else:
-            counts["before the first save"] += 1
-        print(f"kill {kill + 1}/{kills}: {counts}", flush=True)
-    if not (path / "result.json").exists():
-        run(resume_command(), folder)
-    return counts
-
-
-def compare(folder: Path) -> None:
-    """**Raises:** `AssertionError` if the two runs differ in anything but times."""
-    from gptlite.runs.checkpoints import list_steps
-
-    whole, killed = folder / "runs" / "whole", folder / "runs" / "killed"
-    assert metrics(killed) == metrics(whole)
-    for name in ("best.safetensors", "last.safetensors"):
-        assert (killed / name).read_bytes() == (whole / name).read_bytes(), name
-    steps = [list_steps(path / "checkpoints")[0] for path in (whole, killed)]
-    assert steps[0] == steps[1]
-    a, b = (arrays(path / "checkpoints" / str(steps[0]) / "state") for path in (whole, killed))
-    assert a.keys() == b.keys()
-    for name in a:
-        assert a[name].tobytes() == b[name].tobytes(), name
-
-
-def arrays(path: Path) -> dict[str, Any]:
-    """The arrays of a checkpoint, read by Orbax alone."""
-    import numpy as np
-    import orbax.checkpoint as ocp
-
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        names = checkpointer.metadata(path).item_metadata.tree
-        as_arrays = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
-        return checkpointer.restore(path, ocp.args.PyTreeRestore(restore_args=as_arrays))
-
-
-def metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, times aside."""
-    times = ("tokens_per_second", "step_seconds", "seconds")
-    records = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in record.items() if k not in times} for record in records]
 
 
 def main() -> None:
@@ -160,6 +20,8 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    from support.kill_loop import compare, kill_loop
+
     with tempfile.TemporaryDirectory() as folder:
         steps = 60 * arguments.kills
         counts = kill_loop(Path(folder), arguments.kills, steps, arguments.seed)

@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20_000)
     steps = parser.parse_args().steps
     from conftest import TEXT
-    from soak.kill_loop import settings, start
+    from support.kill_loop import settings, start
 
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "text.txt").write_text(TEXT)

@@ -34,7 +34,7 @@ MESHES = {
 
 def run(folder: Path, processes: int, words: list[str]) -> None:
     """**Raises:** `AssertionError` if a process fails."""
-    from launch import Processes
+    from support.processes import Processes
 
     if processes == 1:
         command = [sys.executable, str(ROOT / "train.py"), *words]
@@ -60,7 +60,7 @@ def difference(folder: Path, name: str, other: str) -> float:
 
 def meshes(folder: Path) -> None:
     """**Raises:** `AssertionError` if losses differ from those of one process by more than 1e-5."""
-    from launch import SETTINGS
+    from support.processes import SETTINGS
 
     command = ["quick", *CORPUS, *SETTINGS, "--training.steps", "12", "--run"]
     run(folder, 1, [*command, "one"])
@@ -101,7 +101,7 @@ train.main()
 
 def full_disk(folder: Path) -> None:
     """**Raises:** `AssertionError` unless all end with one message where one cannot write."""
-    from launch import SETTINGS, Processes
+    from support.processes import SETTINGS, Processes
 
     words = ["quick", *CORPUS, *SETTINGS, "--run", "full", "--mesh.fsdp", "2"]
     wide = ["--model.d-model", "64"]
@@ -117,7 +117,7 @@ def full_disk(folder: Path) -> None:
 
 def own_disks(folder: Path) -> None:
     """**Raises:** `AssertionError` unless a folder that is not shared is said."""
-    from launch import SETTINGS, Processes
+    from support.processes import SETTINGS, Processes
 
     (folder / "elsewhere").mkdir()
     (folder / "elsewhere" / "text.txt").write_bytes((folder / "text.txt").read_bytes())
@@ -140,7 +140,7 @@ def own_disks(folder: Path) -> None:
 
 def divergence(folder: Path) -> None:
     """**Raises:** `AssertionError` unless all end with one message, and the whole batch is kept."""
-    from launch import SETTINGS, Processes
+    from support.processes import SETTINGS, Processes
 
     words = ["quick", *CORPUS, *SETTINGS, "--training.steps", "12", "--mesh.fsdp", "2"]
     words += ["--optimizer.schedule", "linear", "--optimizer.learning-rate", "1e25", "--run"]
@@ -182,7 +182,7 @@ train.main()
 
 def token_files(folder: Path) -> None:
     """**Raises:** `AssertionError` unless one of the processes makes the file of ids, for all."""
-    from launch import SETTINGS, Processes
+    from support.processes import SETTINGS, Processes
 
     words = ["quick", *CORPUS, *SETTINGS, "--training.steps", "4", "--run", "from-file"]
     all_ = Processes(folder, *[words] * 4, program=["-c", TOKEN_FILE])
@@ -195,7 +195,7 @@ def token_files(folder: Path) -> None:
 def open_mpi(folder: Path) -> None:
     """**Raises:** `AssertionError` unless `mpirun` trains what one process does, and says an error
     once."""
-    from launch import SETTINGS
+    from support.processes import SETTINGS
 
     if shutil.which("mpirun") is None:
         print("mpirun is not installed: Open MPI is not tried")
@@ -225,8 +225,8 @@ def open_mpi(folder: Path) -> None:
 
 def kill_loop(folder: Path, kills: int, processes: int, seed: int) -> None:
     """**Raises:** `AssertionError` if the others do not end in time, or the run cannot go on."""
-    from launch import Processes
-    from soak.kill_loop import SLOW, compare, settings
+    from support.kill_loop import SLOW, compare, settings
+    from support.processes import Processes
 
     chance = random.Random(seed)
     missing = 5

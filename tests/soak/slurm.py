@@ -5,6 +5,7 @@
 Needs `sbatch`, and a partition with two CPUs.
 """
 
+import argparse
 import json
 import os
 import re
@@ -22,7 +23,7 @@ STEPS = 400
 
 def sbatch_file() -> str:
     """The file, with two tasks on one node, and a small run."""
-    from launch import OPTIONS
+    from support.processes import OPTIONS
 
     page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
     (script,) = re.findall(r"```bash\n(#!/bin/bash\n#SBATCH.*?)```", page, flags=re.DOTALL)
@@ -57,6 +58,7 @@ def wait_for(what: str, path: Path, seconds: float) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     from conftest import TEXT
 
     os.environ["PYTHONPATH"] = str(ROOT)

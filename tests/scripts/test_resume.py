@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import TEXT, run_script
-from soak.kill_loop import ROOT, compare, kill_loop, metrics, settings, start
+from support.kill_loop import ROOT, compare, kill_loop, metrics, settings, start
 
 import train
 from gptlite.runs.checkpoints import list_steps
@@ -26,6 +26,7 @@ def place(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.processes
 def test_a_run_killed_at_random_ends_as_if_nothing_had_happened(place):
     compare(place)
 
@@ -103,6 +104,7 @@ def test_a_run_is_extended_from_elsewhere_with_the_same_text(place, tmp_path):
     assert json.loads((path / "result.json").read_text())["steps"] == 160
 
 
+@pytest.mark.processes
 def test_a_signal_saves_and_says_how_to_resume(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     words = [*settings(100_000), "--training.save-seconds", "1000", "--run", "one"]
@@ -129,6 +131,7 @@ def test_a_signal_saves_and_says_how_to_resume(tmp_path):
     assert f"from step {step}" in done.out
 
 
+@pytest.mark.processes
 def test_a_full_disk_ends_the_run_and_loses_nothing(place, tmp_path):
     """A limit on the size of files, which fails as a full disk does: in the middle of a write."""
     shutil.copytree(place / "runs" / "whole", tmp_path / "runs" / "one")

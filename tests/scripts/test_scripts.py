@@ -229,6 +229,7 @@ def test_ctrl_c_and_a_reader_that_has_gone_end_quietly(monkeypatch, capfd):
     assert done.returncode == 141
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("streams", [">&-", "2>&-", ">/dev/full", ">&- 2>&-"])
 @pytest.mark.parametrize("words", ["--prompt The --max-new-tokens 3", "--help"])
 def test_standard_output_may_be_closed_or_full(place, words, streams):

@@ -1,6 +1,6 @@
 """Losses of the same training on meshes of eight simulated devices, as JSON.
 
-A program of its own, run by test_sharding.py: the number of devices is chosen once a process.
+A program of its own, run by tests/test_sharding.py: the number of devices is chosen once a process.
 """
 
 import dataclasses

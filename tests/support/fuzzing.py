@@ -1,0 +1,568 @@
+"""Hostile input, at random.
+
+Runs of strangers, models in Hugging Face's format and comparisons (each file damaged, forged, or
+replaced by a link, a pipe, a folder, a huge file, or another name of a file outside; folders
+replaced by links; checkpoints with a forged record and a right digest), texts, prompts, and options
+with extreme values. Every case must end with exit code 0, or with 2 and one message (or with 1,
+where `check_block` names a block's mistakes). A traceback, a wait of more than 20 seconds, more
+than 2 GB of memory, a control character, a change outside of the run, and the execution of anything
+from the run are findings.
+
+The scripts run in a process of their own, which lives for many cases.
+"""
+
+import contextlib
+import copy
+import io
+import json
+import os
+import random
+import re
+import resource
+import runpy
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_type_hints
+from unittest import mock
+
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # also for the process that runs the scripts
+
+SECONDS, MEGABYTES = 20.0, 2000
+# Of the first runs, for which nothing is compiled yet.
+COMPILING = 120.0
+CASES_PER_WORKER = 60
+TINY = (
+    "--data.corpus text.txt --model.n-layers 1 --model.n-heads 2 --model.d-model 16 "
+    "--model.context-length 16 --training.batch-size 4 --training.log-every 2 --training.steps 6 "
+    "--training.eval-every 3 --training.sample-tokens 4 --optimizer.name adamw"
+)
+TRAIN = TINY.split()
+COMPARE = [*TRAIN, "--seeds", "2", "--vary", "model.norm=layer", "--name", "kept"]
+CHECK_BLOCK, EXPORT = "gptlite.research.check_block", "gptlite.export"
+BLOCK = """
+import equinox as eqx
+import jax.numpy as jnp
+
+
+class Mine(eqx.Module):
+    linear: eqx.nn.Linear
+    by: float
+
+    def __init__(self, config, *, by: float = 1.0, rank: int = 2, on: bool = True, key):
+        self.linear = eqx.nn.Linear(config.d_model, config.d_model, key=key)
+        self.by = by / rank if on else 1.0
+
+    def __call__(self, x):
+        return self.by * x @ self.linear.weight
+"""
+# What a stranger's file does if it is executed.
+CANARY = "from pathlib import Path\nPath('EXECUTED').touch()\n"
+
+EXTREMES: list[Any] = [
+    *(None, True, False, 0, -1, 1, 2**31 - 1, 2**31, 2**63, -(2**70), 10**400, 0.5, -0.0, 1e-300),
+    *(1e308, float("nan"), float("inf"), "", "a", "\x1b[2J", "\x00", "\u202e", "\ud800", "🙂" * 50),
+    *("../..", "/dev/zero", "/etc/passwd", "a" * 5000, "moe:n_experts=10000000", "x.py:X", "hf:x"),
+    *([], {}, [[]], {"a": {}}, ["a"], [1e308]),
+]
+# The same as options.
+WORDS = [word for word in map(str, EXTREMES) if "\x00" not in word and "\ud800" not in word]
+WORDS += ["nan", "-1e5", "1e5", "0x10", "1_000", " 3", "runs/one", "text.txt", "/dev/null", "."]
+# Those that are no large size: these may be trained with.
+SMALL_WORDS = [word for word in WORDS if not re.search(r"\d{4}|^1_000$", word)]
+PLAUSIBLE = ["0", "1", "2", "4", "0.5", "1e-3", "True", "False", "None", "byte", "layer", "moe"]
+TEXTS: list[bytes] = [
+    *(b"", b"a", b"ab" * 10, b"\xff\xfe", b"\xef\xbb\xbf", b"\x00" * 100, b"\xed\xa0\x80" * 50),
+    *(b"line\r\n" * 100, "🙂é".encode() * 100, b"\x1b]0;x\x07 " * 100, b"a" * 100_000, b"\xf0\x9f"),
+]
+
+
+def fuzz(
+    folder: Path, seed: int, more: Callable[[int, float], bool], *, comparisons: bool = True
+) -> list[str]:
+    """The findings. Cases are drawn from `seed` and run in `folder`, a new one, while `more(cases
+    done, seconds passed)`. Without `comparisons`, it begins 12 seconds earlier."""
+    folder = folder.resolve()
+    folder.mkdir(parents=True)
+    made = make_files(folder, comparisons)
+    counts: Counter[str] = Counter()
+    found, done, began, worker = [], 0, time.monotonic(), None
+    while more(done, time.monotonic() - began):
+        if worker is None or worker.cases >= CASES_PER_WORKER:
+            if worker is not None:
+                worker.close()
+            worker = Worker(folder)
+        chance = random.Random(f"{seed} {done}")
+        restore(folder, made)
+        kind, script, argv = draw_case(chance, folder, comparisons)
+        before = snapshot(folder)
+        reply = worker.run(script, argv)
+        problem = judge(script, reply) or outside(folder, before)
+        done += 1
+        counts[f"{kind}: " + ("finding" if problem else f"exit {reply['code']}")] += 1
+        if problem:
+            found.append(f"case {done - 1}, {kind}: {script}.py {argv}\n{problem}")
+            print(found[-1], flush=True)
+            worker.close()
+            worker = None
+        if done % 200 == 0:
+            print(f"{done} cases in {time.monotonic() - began:.0f} s", flush=True)
+    if worker is not None:
+        worker.close()
+    print(f"{done} cases, {len(found)} findings")
+    for name in sorted(counts):
+        print(f"  {counts[name]:5d}  {name}")
+    return found
+
+
+# Cases.
+
+
+def draw_case(chance: random.Random, folder: Path, comparisons: bool) -> tuple[str, str, list[str]]:
+    """What is attacked, the script, and its arguments."""
+    kinds = {of_run: 12, of_options: 6, of_prompt: 2, of_corpus: 2, of_training: 3, of_block: 1}
+    kinds |= {of_import: 5}
+    kinds |= {of_comparison: 3} if comparisons else {}
+    return chance.choices(list(kinds), list(kinds.values()))[0](chance, folder)
+
+
+def of_run(chance: random.Random, folder: Path) -> tuple[str, str, list[str]]:
+    run = folder / "runs" / "one"
+    script = chance.choice(["sample", "sample", "train", "train", EXPORT])
+    names = ["config.json", "tokenizer.json"] * 3
+    names += ["best.safetensors"] * 4 if script != "train" else []
+    files = sorted(str(file.relative_to(run)) for file in run.rglob("*") if file.is_file())
+    if script == "sample":
+        argv = ["--run", "one", "--prompt", "The", "--max-new-tokens", "8"]
+    elif script == EXPORT:
+        argv = ["one", "runs/one/exported"]
+    else:
+        argv = ["--resume", "one", "--data.corpus", "text.txt", "--training.steps", "8"]
+    if chance.random() < 0.1:
+        what = chance.choice([forge_record, link_folder])(chance, folder)
+        return f"{script} {what}", script, argv
+    name = chance.choice(names if chance.random() < 0.6 else files)
+    what = damage(chance, run / name, folder / "runs" / "two" / name)
+    place = "checkpoints/..." if name.startswith("checkpoints") else name
+    return f"{script} {place} {what}", script, argv
+
+
+def of_import(chance: random.Random, folder: Path) -> tuple[str, str, list[str]]:
+    model = folder / "hf"
+    if chance.random() < 0.7:  # as if another had written it
+        config = json.loads((model / "config.json").read_bytes())
+        del config["gptlite"]
+        (model / "config.json").write_text(json.dumps(config))
+    names = ["config.json"] * 4 + ["tokenizer.json"] * 3 + ["model.safetensors"] * 2
+    name = chance.choice([*names, "generation_config.json"])
+    what = damage(chance, model / name, folder / "runs" / "one" / name)
+    if chance.random() < 0.7:
+        argv = ["--run", "hf:hf", "--prompt", "The", "--max-new-tokens", "8"]
+        return f"sample {name} {what}", "sample", argv
+    argv = ["--init-from", "hf:hf", "--data.corpus", "text.txt", "--training.steps", "2"]
+    return f"train {name} {what}", "train", [*argv, "--training.batch-size", "2"]
+
+
+def forge_record(chance: random.Random, folder: Path) -> str:
+    """Change what a checkpoint says besides its arrays, and its digest with it. What was done."""
+    from gptlite.runs import checkpoints as module
+
+    module._silence_orbax()
+    place = folder / "runs" / "one" / "checkpoints"
+    shutil.rmtree(place / "3")
+    options = ocp.CheckpointManagerOptions(read_only=True)
+    with ocp.CheckpointManager(
+        place, options=options, item_handlers={"state": ocp.StandardCheckpointHandler()}
+    ) as manager:
+        items = ocp.args.Composite(state=ocp.args.StandardRestore())
+        state = dict(manager.restore(6, args=items)["state"])
+    file = place / "6" / "record" / "metadata"
+    record = json.loads(file.read_bytes())
+    del record["digest"]
+    record = json.loads(forged(chance, record))
+    if isinstance(record, dict):
+        arrays = {name: jnp.asarray(array) for name, array in state.items()}
+        record["digest"] = module.digest(arrays, module.survey(arrays), record)
+    file.write_text(json.dumps(record))
+    return "record forged"
+
+
+def link_folder(chance: random.Random, folder: Path) -> str:
+    """Replace a folder of the run by a link to one outside of it. What was done."""
+    one, two = folder / "runs" / "one", folder / "runs" / "two"
+    name = chance.choice(["custom", "checkpoints", "checkpoints/3", "checkpoints/6/state"])
+    shutil.rmtree(one / name)
+    (one / name).symlink_to(chance.choice([two / name, folder, two]))
+    return f"{name} link"
+
+
+def damage(chance: random.Random, path: Path, other: Path) -> str:
+    """Damage or replace a file. What was done."""
+    content = path.read_bytes()
+    how = chance.choice(
+        ["forged"] * 8 * (path.suffix in (".json", ".safetensors", ".jsonl"))
+        + ["bits", "bits", "cut", "noise", "swapped", "link", "pipe", "folder", "huge", "absent"]
+        + ["hard link"]
+    )
+    if how == "forged":
+        path.write_bytes(forge(chance, path.suffix, content))
+    elif how == "bits":
+        changed = bytearray(content or b"\0")
+        for _ in range(chance.choice([1, 1, 8, 100])):
+            changed[chance.randrange(len(changed))] ^= 1 << chance.randrange(8)
+        path.write_bytes(changed)
+    elif how == "cut":
+        path.write_bytes(content[: chance.randrange(len(content) + 1)])
+    elif how == "noise":
+        path.write_bytes(chance.randbytes(chance.choice([0, 1, 100, 100_000])))
+    else:
+        path.unlink()
+        if how == "swapped" and other.is_file():
+            path.write_bytes(other.read_bytes())
+        elif how == "link":
+            path.symlink_to(chance.choice(["/dev/zero", "/etc/passwd", "nowhere", "/dev/stdin"]))
+        elif how == "hard link" and other.is_file():
+            os.link(other, path)
+        elif how == "pipe":
+            os.mkfifo(path)
+        elif how == "folder":
+            path.mkdir()
+        elif how == "huge":
+            path.touch()
+            os.truncate(path, chance.choice([2**32, 2**40]))
+    return how
+
+
+def forge(chance: random.Random, suffix: str, content: bytes) -> bytes:
+    """The file with a few of its values replaced by extreme ones."""
+    if suffix == ".safetensors":
+        end = 8 + int.from_bytes(content[:8], "little")
+        header = json.loads(content[8:end])
+        if chance.random() < 0.3 and "evaluated" in header["__metadata__"]:
+            evaluated = json.loads(header["__metadata__"]["evaluated"])
+            header["__metadata__"]["evaluated"] = forged(chance, evaluated).decode()
+            header = json.dumps(header).encode()
+        else:
+            header = forged(chance, header)
+        if chance.random() < 0.2:
+            return chance.choice([0, 2**40, 2**64 - 1]).to_bytes(8, "little") + header
+        return len(header).to_bytes(8, "little") + header + content[end:]
+    lines = content.splitlines() if suffix == ".jsonl" else [content]
+    place = chance.randrange(len(lines)) if lines else 0
+    return b"\n".join(
+        forged(chance, json.loads(line)) if i == place else line for i, line in enumerate(lines)
+    )
+
+
+def forged(chance: random.Random, record: Any) -> bytes:
+    for _ in range(chance.choice([1, 1, 1, 2, 5])):
+        places = list(walk(record))
+        if not places:
+            return json.dumps(extreme(chance)).encode()
+        parent, key = chance.choice(places[:200])
+        roll = chance.random()
+        if roll < 0.1:
+            del parent[key]
+        elif roll < 0.2 and isinstance(parent, dict):
+            parent[str(extreme(chance))[:100]] = extreme(chance)
+        elif roll < 0.4 and type(parent[key]) is int:
+            parent[key] += chance.choice([-1, 1, 7, 10**6])
+        else:
+            parent[key] = extreme(chance)
+    return json.dumps(record).encode()
+
+
+def extreme(chance: random.Random) -> Any:
+    return copy.deepcopy(chance.choice(EXTREMES))  # it may be forged further
+
+
+def walk(node: Any) -> Iterator[tuple[Any, Any]]:
+    """Every place in a JSON record, as what it is in and its key or index."""
+    keys = list(node) if isinstance(node, dict) else range(len(node)) if type(node) is list else ()
+    for key in keys:
+        yield node, key
+        yield from walk(node[key])
+
+
+def of_options(chance: random.Random, folder: Path) -> tuple[str, str, list[str]]:
+    from gptlite.config import SamplingConfig
+
+    if chance.random() < 0.4:
+        names = [name.replace("_", "-") for name in get_type_hints(SamplingConfig)]
+        names += ["prompt", "prompt-file", "run", "weights", "seed", "stop", "num-samples"]
+        names += ["max-new-tokens", "model.mlp", "model.attention"]
+        argv = ["--prompt", "The", "--max-new-tokens", "8", "--run", "one"]
+        script = "sample"
+    else:
+        names = [*config_options(), "run", "resume"]
+        argv = [*TRAIN, "--summary"]  # sizes that are legal and large are not trained
+        script = "train"
+    for _ in range(chance.choice([1, 1, 2, 3])):
+        name = chance.choice(names)
+        # Two thousand million tokens are not refused: they are shown as they come.
+        words = SMALL_WORDS if name == "max-new-tokens" else WORDS
+        argv += [f"--{name}={chance.choice(words)}"]
+    return f"{script} options", script, argv
+
+
+def config_options() -> list[str]:
+    from gptlite.config import Config
+
+    return [
+        f"{section}.{name}".replace("_", "-")
+        for section, kind in get_type_hints(Config).items()
+        for name in get_type_hints(kind)
+    ]
+
+
+def of_training(chance: random.Random, folder: Path) -> tuple[str, str, list[str]]:
+    from gptlite.cli import parse_train
+
+    argv = []
+    for _ in range(chance.choice([1, 10])):  # most options are refused at once
+        argv = [*TRAIN, "--run", "new"]
+        for _ in range(chance.choice([1, 1, 2])):
+            word = chance.choice([*SMALL_WORDS, *PLAUSIBLE * 3])
+            argv += [f"--{chance.choice(config_options())}={word}"]
+        with contextlib.suppress(Exception, SystemExit), contextlib.redirect_stderr(io.StringIO()):
+            parse_train(argv)
+            break
+    return "train with options", "train", argv
+
+
+def of_comparison(chance: random.Random, folder: Path) -> tuple[str, str, list[str]]:
+    kept = folder / "comparisons" / "kept"
+    if chance.random() < 0.5:
+        path = chance.choice(sorted(kept.glob("*.*")))
+        what = damage(chance, path, folder / "runs" / "one" / "config.json")
+        place = "*.json" if path.suffix == ".json" else path.name
+        return f"compare {place} {what}", "compare", COMPARE
+    argv, word = [*COMPARE, "--name=more"], chance.choice([*SMALL_WORDS, *PLAUSIBLE * 3])
+    names = [*config_options(), "seeds", "seeds-at-once", "equal", "name", "base", "vary"]
+    if chance.random() < 0.5:
+        return "compare options", "compare", [*argv, f"--{chance.choice(names)}={word}"]
+    field = chance.choice(config_options())
+    return "compare --vary", "compare", [*argv, f"--vary={field}={word}"]
+
+
+def of_block(chance: random.Random, folder: Path) -> tuple[str, str, list[str]]:
+    options = [
+        f"blocks.py:Mine:{chance.choice(['by', 'rank', 'on', 'x'])}={chance.choice(WORDS)}",
+        f"--zero-grad={chance.choice(WORDS)}",
+        f"--{chance.choice(['bidirectional', 'x'])}={chance.choice(WORDS)}",
+        chance.choice(WORDS),
+        f"{chance.choice(WORDS)}:Mine",
+        f"blocks.py:{chance.choice(WORDS)}",
+    ]
+    return "check_block options", CHECK_BLOCK, chance.sample(options, chance.choice([1, 1, 2]))
+
+
+def of_prompt(chance: random.Random, folder: Path) -> tuple[str, str, list[str]]:
+    content = chance.choice([*TEXTS, chance.randbytes(50), b"The " * chance.randrange(10_000)])
+    (folder / "prompt").write_bytes(content)
+    argv = ["--run", "one", "--prompt-file", "prompt", "--max-new-tokens", "8"]
+    return "sample prompt", "sample", argv
+
+
+def of_corpus(chance: random.Random, folder: Path) -> tuple[str, str, list[str]]:
+    good = (folder / "text.txt").read_bytes()
+    content = chance.choice([*TEXTS, chance.randbytes(5000), good[: chance.randrange(len(good))]])
+    (folder / "corpus").mkdir()
+    path = folder / "corpus" / chance.choice(["a.txt", "b.TXT"])
+    kind = chance.choice(["file", "file", "folder", "link", "pipe", "nested"])
+    if kind == "link":
+        path.symlink_to(chance.choice(["/dev/zero", "nowhere", str(folder / "corpus")]))
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "nested":
+        path.mkdir()
+        (path / "c.txt").write_bytes(content)
+    else:
+        path.write_bytes(content)
+    tokenizer = chance.choice(["char", "byte"])
+    corpus = str(path) if kind == "file" else "corpus"
+    argv = [*TRAIN, "--data.corpus", corpus, "--data.tokenizer", tokenizer, "--run", "new"]
+    return "train corpus", "train", [*argv, "--training.steps", "2"]
+
+
+# What must hold.
+
+
+def judge(script: str, reply: dict[str, Any]) -> str | None:
+    """What is wrong with how a case ended, if anything."""
+    said = reply["out"] + reply["err"]
+    if reply["code"] not in ((0, 1, 2) if script == CHECK_BLOCK else (0, 2)):
+        return f"exit {reply['code']}: {said[-3000:]}"
+    if "Traceback" in said or "panicked" in said:
+        return f"a traceback: {said[-3000:]}"
+    if reply["code"] == 2 and not reply["err"].strip():
+        return "exit 2 without a message"
+    if reply["megabytes"] > MEGABYTES:
+        return f"{reply['megabytes']} MB of memory"
+    if script == "sample" and reply["code"] == 0:
+        said = reply["err"]  # a file gets what was generated, whatever it is
+    said = re.sub(r"\x1b\[[0-9;]*m", "", said)  # tyro's colours
+    control = re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", said)
+    if control:
+        return f"a control character: {said[max(0, control.start() - 100) :][:200]!r}"
+    return None
+
+
+def make_files(folder: Path, comparisons: bool) -> Path:
+    """Two runs, a comparison, a text and a block. The folder that keeps them."""
+    from conftest import TEXT
+
+    (folder / "text.txt").write_text(TEXT)
+    (folder / "blocks.py").write_text(BLOCK)
+    worker = Worker(folder)
+    other = ["--data.tokenizer", "byte", "--model.d-model", "8"]
+    portable = ["--model.embed-previous", "0", "--model.mlp", "swiglu"]
+    for name, more in {"one": portable, "two": other}.items():
+        reply = worker.run("train", [*TRAIN, *more, "--run", name], COMPILING)
+        assert reply["code"] == 0, reply
+    reply = worker.run(EXPORT, ["one", "hf"])
+    assert reply["code"] == 0, reply
+    if comparisons:
+        reply = worker.run("compare", COMPARE, COMPILING)
+        assert reply["code"] == 0, reply
+    worker.close()
+    made = folder.with_name(folder.name + ".made")
+    for name in ("one", "two"):
+        custom = folder / "runs" / name / "custom"
+        custom.mkdir()
+        (custom / "x.py").write_text(CANARY)
+        (custom / "gptlite.py").write_text(CANARY)
+    shutil.copytree(folder, made)
+    return made
+
+
+def restore(folder: Path, made: Path) -> None:
+    """Everything as it was before the first case."""
+    for entry in folder.iterdir():
+        shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+    shutil.copytree(made, folder, dirs_exist_ok=True)
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
+    """Everything but what a case may write: a run, a comparison, locks, compiled blocks."""
+    return {
+        str(path): (path.lstat().st_size, path.lstat().st_mtime_ns)
+        for path in folder.rglob("*")
+        if not path.is_dir()
+        and path.relative_to(folder).parts[0] not in ("comparisons", "__pycache__")
+        and path.relative_to(folder).parts[:2] not in MAY_CHANGE
+    }
+
+
+MAY_CHANGE = [("runs", name) for name in ("one", "new", ".one.lock", ".new.lock", ".two.lock")]
+
+
+def outside(folder: Path, before: dict[str, tuple[int, int]]) -> str | None:
+    """What has changed outside of the run, if anything."""
+    if list(folder.rglob("EXECUTED")):
+        return "something in the run was executed"
+    after = snapshot(folder)
+    changed = sorted(
+        name
+        for name in before.keys() | after.keys()
+        if before.get(name) != after.get(name) and not re.search(r"/runs/\.?quick-", name)
+    )
+    return f"changed: {changed}" if changed else None
+
+
+# The process that runs the scripts.
+
+
+class Worker:
+    def __init__(self, folder: Path):
+        self.cases = 0
+        environment = os.environ | {  # with what conftest.py has set
+            "JAX_COMPILATION_CACHE_DIR": str(folder.with_name(folder.name + ".cache")),
+            "COLUMNS": "200",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, script: str, argv: list[str], seconds: float = SECONDS) -> dict[str, Any]:
+        """Exit code, output and memory of a script, which is killed after `seconds`."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self.cases += 1
+        timer = threading.Timer(seconds + 20 * (self.cases == 1), self._process.kill)
+        timer.start()
+        raw = []
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps([script, argv]), file=self._process.stdin, flush=True)
+        for line in self._process.stdout:
+            if line.startswith("REPLY "):
+                timer.cancel()
+                reply = json.loads(line.removeprefix("REPLY "))
+                # What was written past Python, as by Rust.
+                return reply | {"err": reply["err"] + "".join(raw)}
+            raw.append(line)
+        timer.cancel()
+        code = self._process.wait()
+        what = f"no answer in {seconds:.0f} s" if code == -9 else f"the process ended, {code}"
+        return {"code": what, "out": "".join(raw), "err": "", "megabytes": 0}
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def serve() -> None:
+    """Answer each line, a script and its arguments, with a line."""
+    for line in sys.stdin:
+        script, argv = json.loads(line)
+        out, err, code = io.StringIO(), io.StringIO(), 0
+        before = set(sys.modules)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.redirect_stdout(out))
+            stack.enter_context(contextlib.redirect_stderr(err))
+            stack.enter_context(mock.patch.object(sys, "argv", [f"{script}.py", *argv]))
+            stack.enter_context(mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO())))
+            try:
+                if script in (CHECK_BLOCK, EXPORT):
+                    runpy.run_module(script, run_name="__main__")
+                else:
+                    runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")
+            except SystemExit as stop:
+                code = stop.code or 0
+            except BaseException:
+                code = "an exception"
+                err.write(traceback.format_exc())
+        for name in {"x"} & (set(sys.modules) - before):
+            del sys.modules[name]
+        reply = {"code": code, "out": out.getvalue(), "err": err.getvalue(), "megabytes": peak()}
+        print(f"\nREPLY {json.dumps(reply)}", flush=True)
+
+
+def peak() -> int:
+    """The most memory that this process has had, in megabytes."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 2**20
+    # Linux, where `getrusage` begins with the memory of the parent process.
+    _, rest = status.read_text().split("VmHWM:")
+    return int(rest.split()[0]) // 1024
+
+
+if __name__ == "__main__":
+    serve()
