@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import importlib.util
 import io
@@ -221,13 +222,15 @@ def drawn(make: Callable[[Any], Any], scale: float = 1.0) -> Any:
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
         std = scale * (leaf.shape or (1,))[-1] ** -0.5
-        return jnp.asarray(random.normal(scale=std, size=leaf.shape), leaf.dtype)
+        return jnp.asarray(random.normal(scale=std, size=leaf.shape).astype(leaf.dtype))
 
     return jax.tree.map(draw, skeleton)
 
 
+@functools.cache
 def tiny_model(**changes) -> GPT:
-    """A tiny model, drawn."""
+    """A tiny model, drawn. The same object for the same arguments, which shares what is compiled
+    for it."""
     config = dataclasses.replace(TINY, **changes)
     separator = 1 if config.separate_documents else None
     return drawn(lambda key: GPT(config, VOCAB, separator=separator, key=key))

@@ -170,6 +170,7 @@ def test_unknown_arguments_are_refused(words):
     assert len(str(refusal(parse_train, words))) > 20
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
 def test_errors_of_the_command_line_are_shown_on_any_terminal(encoding):
     for words, said in (
@@ -339,6 +340,7 @@ def test_a_config_of_accepted_values_trains(tmp_path, monkeypatch):
     assert (tmp_path / "runs" / "x" / "result.json").exists()
 
 
+@pytest.mark.processes
 def test_running_out_of_memory_is_reported(tmp_path):
     """XLA's own error, from a real allocation that fails."""
     program = f"""

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, tiny_model
 from jax.sharding import AbstractMesh, PartitionSpec as P
+from support import meshes
 
 from gptlite.config import MeshConfig, ModelConfig, UserError
 from gptlite.runs.weights import named_arrays
@@ -47,6 +48,13 @@ def found() -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1), (1, 1, 2)])
+def test_two_devices_train_what_one_does(mesh):
+    """Of the meshes of eight below, the smallest."""
+    alone, together = (meshes.train("gpt2", "adamw", one, steps=4) for one in ((1, 1, 1), mesh))
+    np.testing.assert_allclose(together, alone, rtol=1e-5)
+
+
 def check_equal(found, case: str, to: str, steps: int, rtol: float) -> None:
     losses, wanted = (np.array(found["losses"][name]) for name in (case, to))
     np.testing.assert_allclose(losses[0], wanted[0], rtol=1e-6)
@@ -54,6 +62,7 @@ def check_equal(found, case: str, to: str, steps: int, rtol: float) -> None:
     assert wanted[-1] < wanted[0]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
@@ -69,19 +78,23 @@ def test_a_mesh_changes_no_loss(found, name, mesh):
     check_equal(found, f"{name} adamw {mesh}", f"{name} adamw (1, 1, 1)", 20, rtol=1e-4)
 
 
+@pytest.mark.processes
 def test_a_mesh_changes_little_with_muon(found):
     """Its iterations are in bfloat16, where another order of sums may round to another number."""
     check_equal(found, f"gpt2 muon {MIXED}", "gpt2 muon (1, 1, 1)", 20, rtol=1e-3)
 
 
+@pytest.mark.processes
 def test_dropout_does_not_depend_on_the_number_of_devices(found):
     check_equal(found, "gpt2 adamw (8, 1, 1)", "gpt2 adamw (1, 1, 1)", 100, rtol=1e-4)
 
 
+@pytest.mark.processes
 def test_padding_and_the_balance_loss_do_not_depend_on_parts_or_devices(found):
     check_equal(found, "parts 4", "translation adamw (1, 1, 1)", 20, rtol=1e-4)
 
 
+@pytest.mark.processes
 def test_the_compiled_step_gathers_each_matrix_once_and_nothing_else(found):
     """12 matrices of the blocks, the embedding and the head. Without the model's constraints there
     are 44 all-gathers and 16 all-to-alls, and three times the memory."""
@@ -97,6 +110,7 @@ def test_the_compiled_step_gathers_each_matrix_once_and_nothing_else(found):
     assert mixed["temporary"] < 1.3 * alone["temporary"]
 
 
+@pytest.mark.processes
 def test_muon_exchanges_matrices_and_gathers_none(found):
     """On devices of fsdp. For each of two shapes: from parts of all matrices to some whole ones and
     back; before and after, arrays that are cut along another axis."""
@@ -107,6 +121,7 @@ def test_muon_exchanges_matrices_and_gathers_none(found):
     assert muon["all-reduce"] == adamw["all-reduce"]
 
 
+@pytest.mark.processes
 def test_devices_share_rows_and_heads_of_a_kernel(found):
     on_device, _ = found["heads"]["shapes"]
     assert on_device == [[2, 2, 5, 3], [2, 1, 6, 3]]

@@ -23,7 +23,12 @@ def test_the_last_layer_predicts_what_the_model_does(variant):
 def test_a_layer_predicts_what_a_model_without_the_later_ones_does(stack):
     model = tiny_model(stack=stack).unstacked()
     lens = eqx.filter_jit(logit_lens)(tiny_model(stack=stack), IDS)
+
+    @eqx.filter_jit
+    def predicted(shorter):
+        hidden = shorter.stack(residual_stream(model, IDS)[0])[0]
+        return model.logits(model.norm(hidden))
+
     for count in range(model.config.n_layers + 1):
         shorter = eqx.tree_at(lambda m: m.stack.blocks, model, model.stack.blocks[:count])
-        hidden = shorter.stack(residual_stream(model, IDS)[0])[0]
-        np.testing.assert_allclose(lens[count], model.logits(model.norm(hidden)), atol=1e-4)
+        np.testing.assert_allclose(lens[count], predicted(shorter), atol=1e-4)

@@ -19,16 +19,19 @@ STEPS = 150
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """A folder with two runs: `whole`, and `killed`, which was killed once."""
+    """A folder with a run, `whole`."""
     folder = tmp_path_factory.mktemp("runs")
-    counts = kill_loop(folder, kills=1, steps=STEPS)
-    assert counts["too late"] == 0, counts
+    (folder / "text.txt").write_text(TEXT)
+    done = run_script("train.py", *settings(STEPS), "--run", "whole", folder=folder)
+    assert done.code == 0, done.err
     return folder
 
 
 @pytest.mark.processes
-def test_a_run_killed_at_random_ends_as_if_nothing_had_happened(place):
-    compare(place)
+def test_a_run_killed_at_random_ends_as_if_nothing_had_happened(tmp_path):
+    counts = kill_loop(tmp_path, kills=1, steps=STEPS)
+    assert counts["too late"] == 0, counts
+    compare(tmp_path)
 
 
 def refusal(words: list[str], folder: Path, monkeypatch, capsys) -> str:
@@ -93,7 +96,7 @@ def test_what_cannot_be_resumed_is_named(place, words, said, monkeypatch, capsys
 def test_a_run_is_extended_from_elsewhere_with_the_same_text(place, tmp_path):
     (tmp_path / "moved.txt").write_text(TEXT)
     words = ["--training.steps", "160", "--training.eval-every", "80", "--training.keep", "1"]
-    path = place / "runs" / "killed"
+    path = Path(shutil.copytree(place / "runs" / "whole", tmp_path / "runs" / "longer"))
     words = ["--resume", str(path), "--data.corpus", "moved.txt", *words]
     done = run_script("train.py", *words, folder=tmp_path)
     assert done.code == 0, done.err

@@ -4,10 +4,12 @@ import functools
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,19 +52,34 @@ TINY = [
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """A folder with a text and one finished run of it, made by the real command."""
+    """A folder with a text and one finished run of it."""
     path = tmp_path_factory.mktemp("place")
     (path / "rhyme.txt").write_text(TEXT, encoding="utf-8")
     words = ["--data.corpus", "rhyme.txt", "--run", "one", *TINY]
+    done = run_script("train.py", "quick", *words, folder=path)
+    assert done.code == 0, done.err
+    (path / "train.log").write_text(done.out)
+    return path
+
+
+@pytest.mark.processes
+def test_a_process_of_its_own_writes_and_says_the_same(place, tmp_path):
+    (tmp_path / "rhyme.txt").write_text(TEXT, encoding="utf-8")
+    words = ["--data.corpus", "rhyme.txt", "--run", "one", *TINY]
     done = subprocess.run(
         [sys.executable, str(ROOT / "train.py"), "quick", *words],
-        cwd=path,
+        cwd=tmp_path,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    (path / "train.log").write_text(done.stdout)
-    return path
+    times = r"\d[\d,.]*k? (tokens/s|s\b)"
+    said = [re.sub(times, "", text) for text in (done.stdout, (place / "train.log").read_text())]
+    assert said[0] == said[1]
+    weights = [
+        (folder / "runs" / "one" / "best.safetensors").read_bytes() for folder in (tmp_path, place)
+    ]
+    assert weights[0] == weights[1]
 
 
 def test_a_text_in_a_file_of_ids_is_trained_on_and_sampled_from(tmp_path, monkeypatch):
@@ -384,8 +401,9 @@ def test_documents_are_kept_apart(place):
     run = load_run(place / "runs" / "apart")
     (end,) = run.tokenizer.end_ids
     first, second = run.tokenizer.encode("a line"), [end, *run.tokenizer.encode("another")]
-    together = run.model(jnp.array([*first, *second]))[len(first) :]
-    alone = run.model(jnp.array(second))
+    logits = eqx.filter_jit(run.model)
+    together = logits(jnp.array([*first, *second]))[len(first) :]
+    alone = logits(jnp.array(second))
     np.testing.assert_allclose(together, alone, rtol=1e-4, atol=1e-5)
     done = run_script("sample.py", "--run", "apart", "--prompt", "a", folder=place)
     assert done.code == 0, done.err

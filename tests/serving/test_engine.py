@@ -13,6 +13,7 @@ from support.servers import TOKENIZER
 
 from gptlite.config import SamplingConfig, UserError
 from gptlite.generation.generate import generate
+from gptlite.serving import batch
 from gptlite.serving.engine import Engine, QueueFullError
 from gptlite.serving.text import ServedText
 from gptlite.text.tokenizer import decode
@@ -56,6 +57,21 @@ class Client:
     def tokens(self):
         assert self.done.wait(120)
         return [token for piece in self.pieces for token in piece.tokens]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_are_shared():
+    """Engines of the same model have the same programs."""
+    make, made = batch._Programs, {}
+
+    def programs(model):
+        if id(model) not in made:
+            made[id(model)] = model, make(model)  # with the model, so that it lives as long
+        return made[id(model)][1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batch, "_Programs", programs)
+        yield
 
 
 @pytest.fixture(name="start")

@@ -12,6 +12,8 @@ from gptlite.models.gpt import GPT
 from gptlite.training import loss as loss_module
 from gptlite.training.loss import cross_entropy, window_losses
 
+# Compiled as one program: operation by operation takes longer.
+compiled_losses = eqx.filter_jit(cross_entropy)
 LOGITS = 5 * jax.random.normal(jax.random.key(0), (4, 6, 11))
 TARGETS = jax.random.randint(jax.random.key(1), (4, 6), 0, 11)
 
@@ -24,23 +26,23 @@ def test_cross_entropy_matches_its_definition(smoothing):
     np.put_along_axis(q, np.asarray(TARGETS)[..., None], 1 - smoothing + smoothing / 11, axis=-1)
     expected = -(q * log_p).sum(-1)
     np.testing.assert_allclose(
-        cross_entropy(LOGITS, TARGETS, smoothing), expected, rtol=1e-5, atol=1e-5
+        compiled_losses(LOGITS, TARGETS, smoothing), expected, rtol=1e-5, atol=1e-5
     )
 
 
 def test_cross_entropy_matches_optax():
     expected = optax.softmax_cross_entropy_with_integer_labels(LOGITS, TARGETS)
-    np.testing.assert_allclose(cross_entropy(LOGITS, TARGETS), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(compiled_losses(LOGITS, TARGETS), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_large_logits_stay_finite():
     logits = jnp.array([[1e4, -1e4, 0.0]])
-    np.testing.assert_allclose(cross_entropy(logits, jnp.array([1])), 2e4)
+    np.testing.assert_allclose(compiled_losses(logits, jnp.array([1])), 2e4)
 
 
 def test_a_target_that_is_no_token_gives_nan_and_a_mask_hides_it():
     targets = TARGETS.at[0, 0].set(-1).at[1, 1].set(11)
-    losses = cross_entropy(LOGITS, targets)
+    losses = compiled_losses(LOGITS, targets)
     assert np.argwhere(np.isnan(losses)).tolist() == [[0, 0], [1, 1]]
 
     def masked(logits):
@@ -48,7 +50,7 @@ def test_a_target_that_is_no_token_gives_nan_and_a_mask_hides_it():
             jnp.where((targets >= 0) & (targets < 11), cross_entropy(logits, targets), 0)
         )
 
-    grads = jax.grad(masked)(LOGITS)
+    grads = jax.jit(jax.grad(masked))(LOGITS)
     assert np.isfinite(grads).all()
     assert not grads[0, 0].any()
 
@@ -98,5 +100,5 @@ def test_a_window_with_an_id_outside_the_vocabulary_has_a_loss_of_nan():
     """Also where the head has a row for it, which is padding."""
     model = drawn(lambda key: GPT(TINY, 11, padded_vocab_size=16, key=key))
     windows = jnp.zeros((1, 5), jnp.int32).at[0, 4].set(12)
-    losses = window_losses(model, windows)[0]
+    losses = eqx.filter_jit(window_losses)(model, windows)[0]
     assert np.isnan(losses).tolist() == [[False, False, False, True]]
