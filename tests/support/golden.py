@@ -73,7 +73,7 @@ def commands() -> dict[str, list[str]]:
         data = "hf:lines.jsonl --data.tokenizer bpe:260" if apart else "text.txt"
         words += f"--data.corpus {data} --optimizer.name adamw --training.batch-size 8".split()
         # From small numbers, because an epsilon counts beside those.
-        words += "--training.compute-dtype float32 --model.init gpt2".split()
+        words += ["--training.compute-dtype", "float32", "--model.init", "gpt2"]
         words += MORE.get(name, "").split()
         found[name] = words
     return found
