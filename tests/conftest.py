@@ -269,6 +269,8 @@ def run_script(name: str, *words: str, folder: Path, stdin: str = "") -> SimpleN
         try:
             if name == "-m":
                 module, *sys.argv[1:] = words
+                imported = sys.modules.pop(module, None)  # or Python warns that it is there
+                stack.callback(lambda: sys.modules.update({module: imported} if imported else {}))
                 runpy.run_module(module, run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(str(ROOT / name), run_name="__main__")

@@ -147,8 +147,8 @@ def check_block(
             message = f"it raised {describe(error)}"
         if message is not None:
             failures.append((check, message))
-            if check == "shapes":
-                break  # the others would only repeat it
+            if check in ("parameters", "shapes"):
+                break  # the others would only repeat it, or cannot be made
     if failures:
         raise CheckError(name, failures)
     return Report(name, subject.kind, subject.width, count_parameters(block), tuple(selected))

@@ -342,6 +342,7 @@ BUGS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:A JAX array is being set as static")  # Equinox sees one as well
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_a_planted_bug_is_caught_and_named(bug):
     check, words = BUGS[bug]
