@@ -94,7 +94,7 @@ def compile_step(
     default = loss.MAX_LOGITS
     loss.MAX_LOGITS = default if most is None else most
     try:
-        return train_steps.compiled(model, shape.context_length)
+        return train_steps.lowered(model, shape.context_length).compile()
     finally:
         loss.MAX_LOGITS = default
 

@@ -47,7 +47,7 @@ def compile_step(model: Any, steps: TrainSteps) -> CompiledStep:
     """A step of `model`, or of `eqx.filter_eval_shape` of one, on windows of its context length."""
     start, compiled, refusal = time.perf_counter(), None, ""
     try:
-        compiled = steps.compiled(model, model.config.context_length)
+        compiled = steps.lowered(model, model.config.context_length).compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

@@ -168,7 +168,7 @@ class TrainSteps:
             data = (place_batches(batches, self.mesh), jnp.asarray(count), self._seeds)
             return self._run(data, state)
 
-    def compiled(self, model: Any, context_length: int) -> jax.stages.Compiled:
+    def lowered(self, model: Any, context_length: int) -> jax.stages.Lowered:
         """The program of a step on windows of ids, for inspection. `model`, which may be
         `eqx.filter_eval_shape` of one, and the devices of the mesh need not be there."""
         state, static = eqx.partition(self.skeleton(model), is_array)
@@ -181,7 +181,7 @@ class TrainSteps:
 
         run = jax.jit(run, donate_argnums=1, compiler_options=self._options)
         with jax.set_mesh(self.mesh):
-            return run.lower((windows, number, number), state).compile()
+            return run.lower((windows, number, number), state)
 
     def rows_at_once(self, tokens: int) -> int:
         """The rows, of so many tokens, whose gradient a device computes at once."""

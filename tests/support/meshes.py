@@ -143,7 +143,7 @@ def compile_step(
     training = TrainingConfig(steps=1, batch_size=64, compute_dtype="float32")
     _, fsdp, tensor = mesh
     train_steps = TrainSteps(model, rule, training, make_mesh(fsdp=fsdp, tensor=tensor))
-    compiled = train_steps.compiled(model, 64)
+    compiled = train_steps.lowered(model, 64).compile()
     program: Any = compiled.as_text()
     memory: Any = compiled.memory_analysis()
     counts = {name: len(re.findall(rf" {name}(?:-start)?\(", program)) for name in COLLECTIVES}
