@@ -25,11 +25,15 @@ os.environ["JAX_NUM_CPU_DEVICES"] = "2"
 import equinox as eqx  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
 from conftest import TINY, VARIANTS  # noqa: E402
 
-from gptlite.config import Config, OptimizerConfig, SamplingConfig, TrainingConfig  # noqa: E402
-from gptlite.config import parse_lora  # noqa: E402
+from gptlite.config import (  # noqa: E402
+    Config,
+    OptimizerConfig,
+    SamplingConfig,
+    TrainingConfig,
+    parse_lora,
+)
 from gptlite.estimate.hardware import describe  # noqa: E402
 from gptlite.generation.generate import (  # noqa: E402
     Chunk,
