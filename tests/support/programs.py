@@ -111,7 +111,7 @@ def lowered(config: Config, target: str) -> Iterator[tuple[str, Callable[[], jax
 
     yield "train", train
     # Text is generated on one device.
-    one = make_mesh(devices=mesh.devices.flat[:1])
+    one = make_mesh(devices=list(mesh.devices.flat[:1]))
 
     def here(tree: Any) -> Any:
         tree = jax.tree.map(
