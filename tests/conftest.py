@@ -236,6 +236,28 @@ def tiny_model(**changes) -> GPT:
     return drawn(lambda key: GPT(config, VOCAB, separator=separator, key=key))
 
 
+def tiny_run(**changes: Any) -> list[str]:
+    """The words of a run by train.py in a folder with text.txt. Tests that need some run share it,
+    and so what is compiled for it. `changes`: of fields of the config, as `model__n_layers`."""
+    fields = {
+        "data__corpus": "text.txt",
+        "model__n_layers": 1,
+        "model__n_heads": 2,
+        "model__d_model": 16,
+        "model__context_length": 16,
+        "training__batch_size": 8,
+        "training__steps": 6,
+        "training__log_every": 3,
+        "training__eval_every": 3,
+        "training__sample_tokens": 0,
+        "optimizer__name": "adamw",
+    }
+    return [
+        f"--{name.replace('__', '.').replace('_', '-')}={value}"
+        for name, value in (fields | changes).items()
+    ]
+
+
 def refusal(parse: Callable[[list[str]], Any], words: list[str]) -> str | None:
     """What a command line is refused with: tyro's own box, unwrapped, or a sentence of ours. None
     if it is accepted."""

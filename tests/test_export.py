@@ -14,14 +14,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import safetensors.numpy
-from conftest import ROOT, TEXT, run_script
+from conftest import ROOT, TEXT, run_script, tiny_run
 
-TINY = """
---data.corpus text.txt --model.n-layers 1 --model.n-heads 2 --model.d-model 16
---model.context-length 16 --training.batch-size 4 --training.steps 6 --training.eval-every 3
---training.sample-tokens 4 --optimizer.name adamw
-"""
-TRAIN = TINY.split()
+TRAIN = tiny_run(training__sample_tokens=4)
 BLOCK = """
 import equinox as eqx
 

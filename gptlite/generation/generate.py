@@ -157,7 +157,9 @@ def generate(
     **Raises:** `UserError` as `stream` does.
     """
     chunks = list(stream(model, prompt, max_new_tokens, config, lengths=lengths, keys=keys))
-    return jnp.concatenate([jnp.zeros((len(prompt), 0), jnp.int32), *chunks], axis=1)
+    # With NumPy, because JAX would compile a program for each length.
+    none = np.zeros((len(prompt), 0), np.int32)
+    return jnp.asarray(np.concatenate([none, *map(np.asarray, chunks)], axis=1))
 
 
 def stream(
@@ -227,7 +229,9 @@ def stream(
         state, tokens, _ = decode(chunk, state)
         if mesh is not None:  # as a single device returns them
             tokens = jnp.asarray(jax.device_get(tokens))
-        yield tokens if count == TOKENS_PER_CALL else tokens[:, :count]
+        if count < TOKENS_PER_CALL:
+            tokens = jnp.asarray(np.asarray(tokens)[:, :count])
+        yield tokens
         done, length = done + count, np.asarray(length + count)
 
 

@@ -89,7 +89,7 @@ def train(
     checkpoint: Checkpoint | None = None,
     until: int = 60,
     seen=None,
-    every=1,
+    every=1000,
 ) -> dict[str, np.ndarray]:
     """Train until a step, saving every so many and at evaluations; the arrays of the state then.
     Into `seen`: those of every step."""
@@ -153,7 +153,7 @@ def test_a_checkpoint_holds_the_state_at_the_time_of_the_save(tmp_path):
     seen: dict[int, dict[str, np.ndarray]] = {}
     training = dataclasses.replace(CONFIG.training, keep=6)
     with RunFolder(tmp_path / "run") as run:
-        train(run, dataclasses.replace(CONFIG, training=training), until=6, seen=seen)
+        train(run, dataclasses.replace(CONFIG, training=training), until=6, seen=seen, every=1)
     assert list_steps(tmp_path / "run" / "checkpoints") == list(range(6, 0, -1))
     for step, arrays in seen.items():
         assert same(read(tmp_path / "run", step), arrays)
@@ -185,11 +185,11 @@ def test_the_last_checkpoints_and_the_best_weights_are_kept(tmp_path):
 def test_a_run_that_was_stopped_ends_as_if_it_had_not_been(finished, steps, tmp_path):
     path, config = tmp_path / "cut", CONFIG
     with RunFolder(path) as run:
-        train(run, until=steps[0], every=1000)
+        train(run, until=steps[0])
     arrays = {}
     for until in (*steps[1:], 60):
         with RunFolder(path) as run:
-            arrays = train(run, config, find(run, 60), until, every=1000)
+            arrays = train(run, config, find(run, 60), until)
     assert same(arrays, finished[1])
     assert lines(path) == lines(finished[0])
     for name in ("best", "last"):
@@ -469,7 +469,7 @@ def test_a_second_process_is_refused_until_the_first_is_gone(copied):
 @pytest.mark.parametrize("evaluated", [False, True])
 def test_a_run_stopped_before_its_last_evaluation_is_not_resumed_at_its_end(evaluated, tmp_path):
     with RunFolder(tmp_path / "run") as run:
-        train(run, until=20 if evaluated else 17, every=1000)
+        train(run, until=20 if evaluated else 17)
         step = run.steps_done
     with RunFolder(tmp_path / "run") as run:
         if evaluated:  # stopped before its result was written

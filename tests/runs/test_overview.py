@@ -7,18 +7,12 @@ import threading
 import time
 
 import pytest
-from conftest import TEXT, run_script
+from conftest import TEXT, run_script, tiny_run
 
 from gptlite.config import UserError
 from gptlite.files import is_locked, lock
 from gptlite.runs.folder import RunFolder
 from gptlite.runs.overview import list_runs
-
-SMALL = (
-    "--model.n-layers 1 --model.n-heads 2 --model.d-model 16 --model.context-length 16 "
-    "--training.batch-size 8 --training.accumulation 1 --training.steps 6 --training.log-every 2 "
-    "--training.eval-every 2 --training.sample-tokens 0 --data.corpus text.txt"
-)
 
 
 @pytest.fixture(name="runs", scope="module")
@@ -26,7 +20,7 @@ def fixture_runs(tmp_path_factory):
     """A folder with a run that is done."""
     folder = tmp_path_factory.mktemp("overview")
     (folder / "text.txt").write_text(TEXT)
-    assert run_script("train.py", *SMALL.split(), "--run", "small", folder=folder).code == 0
+    assert run_script("train.py", *tiny_run(), "--run", "small", folder=folder).code == 0
     return folder / "runs"
 
 

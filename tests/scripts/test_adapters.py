@@ -8,15 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
-from conftest import TEXT, run_script
+from conftest import TEXT, run_script, tiny_run
 
 from gptlite.runs.checkpoints import Checkpoints
 
-BASE = """
---data.corpus text.txt --model.n-layers 2 --model.n-heads 2 --model.d-model 16
---model.context-length 16 --model.embed-previous 0 --training.batch-size 4 --training.steps 6
---training.eval-every 6 --training.sample-tokens 0 --optimizer.name adamw
-"""
+BASE = tiny_run(model__n_layers=2, model__embed_previous=0)
 TUNE = """
 --data.corpus text.txt --init-from base --training.batch-size 4 --training.steps 6
 --training.eval-every 3 --training.sample-tokens 4 --optimizer.name adamw
@@ -41,7 +37,7 @@ def run(name: str, *words: str, folder: Path) -> str:
 def place(tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("adapters")
     (place / "text.txt").write_text(TEXT)
-    run("train.py", *BASE.split(), "--run", "base", folder=place)
+    run("train.py", *BASE, "--run", "base", folder=place)
     for way, words in WAYS.items():
         out = run("train.py", *TUNE.split(), *words, "--run", way, folder=place)
         assert "of which" in out

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TEXT, TINY, run_script, tiny_model
+from conftest import TEXT, TINY, run_script, tiny_model, tiny_run
 from support.servers import NAME, TOKENIZER, serving
 
 from gptlite.models.attention_maps import attention_maps
@@ -28,11 +28,6 @@ pytestmark = [
     pytest.mark.peers,
     pytest.mark.skipif(None in chromium.PROGRAMS, reason="needs chromium and chromium-driver"),
 ]
-SMALL = (
-    "--model.n-layers 1 --model.n-heads 2 --model.d-model 16 --model.context-length 16 "
-    "--training.batch-size 8 --training.accumulation 1 --training.steps 4 --training.log-every 2 "
-    "--training.eval-every 2 --training.sample-tokens 0 --data.corpus text.txt"
-)
 
 
 class Page:
@@ -151,8 +146,8 @@ def fixture_folder(tmp_path_factory):
     """A folder with two runs."""
     folder = tmp_path_factory.mktemp("browser")
     (folder / "text.txt").write_text(TEXT)
-    for run, more in (("one", ""), ("two", " --model.n-layers 2")):
-        words = f"{SMALL}{more} --run {run}".split()
+    for run, layers in (("one", 1), ("two", 2)):
+        words = [*tiny_run(model__n_layers=layers), "--run", run]
         assert run_script("train.py", *words, folder=folder).code == 0
     return folder
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TEXT, TINY, run_script, tiny_model
+from conftest import TEXT, TINY, run_script, tiny_model, tiny_run
 from support.servers import NAME, TOKENIZER, serving
 
 from gptlite.models.attention_maps import attention_maps
@@ -24,11 +24,6 @@ from gptlite.text.tokenizer import ByteTokenizer
 
 C = TINY.context_length
 TEXT_IDS = [3, 1, 4, 1, 5, 9, 2, 6]
-SMALL = (
-    "--model.n-layers 1 --model.n-heads 2 --model.d-model 16 --model.context-length 16 "
-    "--training.batch-size 8 --training.accumulation 1 --training.steps 4 --training.log-every 2 "
-    "--training.eval-every 2 --training.sample-tokens 0 --data.corpus text.txt"
-)
 
 
 @pytest.fixture(name="address", scope="module")
@@ -253,10 +248,9 @@ def fixture_folder(tmp_path_factory):
     """A folder with two runs and a comparison."""
     folder = tmp_path_factory.mktemp("page")
     (folder / "text.txt").write_text(TEXT)
-    for run, more in (("one", ""), ("two", " --model.n-layers 2")):
-        assert (
-            run_script("train.py", *f"{SMALL}{more} --run {run}".split(), folder=folder).code == 0
-        )
+    for run, layers in (("one", 1), ("two", 2)):
+        words = [*tiny_run(model__n_layers=layers), "--run", run]
+        assert run_script("train.py", *words, folder=folder).code == 0
     (folder / "comparisons" / "norms").mkdir(parents=True)
     (folder / "comparisons" / "norms" / "comparison.png").write_bytes(b"\x89PNG")
     return folder

@@ -12,15 +12,9 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, TEXT, run_script
+from conftest import ROOT, TEXT, run_script, tiny_run
 
 from gptlite.serving.server import Server, open_socket, run_server
-
-SMALL = (
-    "--model.n-layers 1 --model.n-heads 2 --model.d-model 16 --model.context-length 16 "
-    "--training.batch-size 8 --training.accumulation 1 --training.steps 4 "
-    "--training.eval-every 2 --training.sample-tokens 0 --data.corpus text.txt --run small"
-)
 
 
 @pytest.fixture(name="folder", scope="module")
@@ -28,7 +22,7 @@ def fixture_folder(tmp_path_factory):
     """A folder with a run."""
     folder = tmp_path_factory.mktemp("serve")
     (folder / "text.txt").write_text(TEXT)
-    assert run_script("train.py", *SMALL.split(), folder=folder).code == 0
+    assert run_script("train.py", *tiny_run(), "--run", "small", folder=folder).code == 0
     return folder
 
 
