@@ -496,7 +496,7 @@ def test_a_run_is_followed_while_it_trains(page, address, folder, tmp_path, monk
     with RunFolder(run) as training:
         training.lock()
         page.open(address, "runs")
-        page.wait(lambda: row_of(page, "live").get("steps") == "1 / 4")
+        page.wait(lambda: row_of(page, "live").get("steps") == "1 / 6")
         assert row_of(page, "live")["state"] == "running"
         # A reader's place in the table, and the focus, are kept.
         page.run("window.row = document.querySelector('#runs-table tbody tr')")
@@ -504,7 +504,7 @@ def test_a_run_is_followed_while_it_trains(page, address, folder, tmp_path, monk
         with (run / "metrics.jsonl").open("a") as file:
             for step in (2, 3):
                 file.write(json.dumps({"step": step, "train_loss": 4.0 - step}) + "\n")
-        page.wait(lambda: row_of(page, "live")["steps"] == "3 / 4")
+        page.wait(lambda: row_of(page, "live")["steps"] == "3 / 6")
         assert page.run(
             "return document.querySelector('#runs-table tbody tr') === window.row"
             " && window.row.contains(document.activeElement)"
@@ -544,7 +544,7 @@ def test_two_runs_side_by_side(page, address, folder, monkeypatch):
     result = json.loads((folder / "runs" / "two" / "result.json").read_text())
     row = row_of(page, "two")
     assert row["state"] == "done"
-    assert row["steps"] == "4 / 4"
+    assert row["steps"] == "6 / 6"
     assert row["parameters"] == f"{result['parameters']:,}"
     assert row["best loss"] == f"{result['best_val_loss']:.4f}"
     page.one("#continue [name=seed]").clear()
