@@ -39,8 +39,6 @@ BFLOAT16 = 0.1
 
 
 def check_parameters(s: Subject) -> str | None:
-    if any(map(jnp.iscomplexobj, jax.tree.leaves(eqx.filter(s.module, eqx.is_array)))):
-        return "complex ones are cast to real ones in training."
     for module in modules_in(s.module):
         for field in dataclasses.fields(module):
             value = getattr(module, field.name, None)
