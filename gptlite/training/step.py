@@ -137,7 +137,9 @@ class TrainSteps:
     def init(self, model: Any) -> TrainState:
         """The state before the first step, of a copy of `model` (or of models, stacked)."""
         # A copy, because the update reuses the memory of its state, and the model is the caller's.
-        model = jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, model)
+        # With its dtype, because a state of JAX's weak types has strong ones after a step, for
+        # which the program would be compiled once more.
+        model = jax.tree.map(lambda x: jnp.array(x, x.dtype) if eqx.is_array(x) else x, model)
         if self._seeds.ndim:
             init, put = eqx.filter_vmap(self._optimizer.init), place_seeds
         else:

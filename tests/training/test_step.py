@@ -1,13 +1,12 @@
 import dataclasses
 from typing import Any
 
-import conftest
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TINY, VOCAB
+from conftest import TINY, VOCAB, tiny_model
 
 from gptlite import sharding
 from gptlite.config import OptimizerConfig, TrainingConfig, UserError
@@ -20,10 +19,6 @@ from gptlite.training.step import TrainSteps
 TRAINING = TrainingConfig(steps=10, batch_size=4, log_every=5, compute_dtype="float32")
 SHAPE = (5, 4, TINY.context_length + 1)
 BATCHES = np.random.default_rng(5).integers(VOCAB, size=SHAPE).astype(np.int32)
-
-
-def tiny_model(**changes):
-    return conftest.tiny_model(n_layers=1, **changes)
 
 
 def trees_close(a, b, rtol=1e-5):
@@ -66,7 +61,7 @@ def long() -> dict:
     found = {}
     for name in ("none", "attention", "block", "chunks"):
         changes = {"remat": "none" if name == "chunks" else name}
-        model = conftest.tiny_model(**shape, **changes)
+        model = tiny_model(**shape, **changes)
         steps = TrainSteps(model, OptimizerConfig(), training, mesh)
         with pytest.MonkeyPatch.context() as patch:
             if name == "chunks":
@@ -251,7 +246,9 @@ def test_a_dispatch_of_no_steps_changes_nothing():
 
 
 def test_one_program_serves_all_dispatches(caplog):
-    model = tiny_model()
+    """Also for parameters of JAX's weak types, as `jnp.full(d, 1.0)` makes them."""
+    model = eqx.tree_at(lambda m: m.norm.weight, tiny_model(), jnp.full(TINY.d_model, 1.0))
+    assert model.norm.weight.weak_type
     train_steps = steps_of(model)
     state = train_steps.init(model)
     with jax.log_compiles():
