@@ -56,7 +56,7 @@ jax.config.update("jax_num_cpu_devices", int(os.environ["JAX_NUM_CPU_DEVICES"]))
 PROGRAMS = ROOT / ".pytest_cache" / "d" / "xla"
 for name, value in {
     "jax_compilation_cache_dir": str(PROGRAMS),
-    "jax_persistent_cache_min_compile_time_secs": 0.05,
+    "jax_persistent_cache_min_compile_time_secs": 0.2,
     # Lines of the source, in every program, take a twentieth of the time.
     "jax_traceback_in_locations_limit": 0,
 }.items():
@@ -116,6 +116,9 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if (output := getattr(session.config, "workeroutput", None)) is not None:
         output["left_out"] = dict(session.config.stash[LEFT_OUT])
+    # pytest searches for garbage five times at the end, a second or more each, and after five
+    # seconds xdist interrupts it.
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -163,7 +166,7 @@ TEXT = (
 PLAY = "".join(f"SPEAKER {i % 11}:\n{line}\n\n" for i, line in enumerate(TEXT.split("\n") * 4))
 
 VOCAB = 13
-TINY = ModelConfig(n_layers=2, n_heads=2, d_model=16, context_length=12)
+TINY = ModelConfig(n_layers=1, n_heads=2, d_model=16, context_length=12)
 GPT2 = {
     "norm": "layer",
     "mlp": "gelu",
@@ -176,9 +179,11 @@ GPT2 = {
 }
 # Every block and every way of putting them together, in a few models.
 VARIANTS = {
-    "default": {},
-    "gpt2-values": GPT2 | {"attention": "full:value_residual=true", "separate_documents": True},
+    "default": {"n_layers": 2},
+    "gpt2-values": GPT2
+    | {"n_layers": 2, "attention": "full:value_residual=true", "separate_documents": True},
     "sinusoidal-post-grouped-scan": {
+        "n_layers": 2,
         "positions": "sinusoidal",
         "block": "post",
         "norm": "layer",
@@ -190,6 +195,7 @@ VARIANTS = {
         "separate_documents": True,
     },
     "alibi-sliding-parallel": {
+        "n_layers": 2,
         "positions": "alibi",
         "attention": "sliding:window=5:output_bias=true",
         "block": "parallel",
@@ -199,6 +205,7 @@ VARIANTS = {
         "separate_documents": True,
     },
     "relative-experts-sandwich-scan": {
+        "n_layers": 2,
         "positions": "relative",
         "attention": "full:value_residual=true:qkv_bias=true:qk_gain=true:qk_eps=0.001",
         "head_size": 6,

@@ -153,7 +153,7 @@ def test_in_python_a_config_takes_a_class():
 
     model: Any = GPT(dataclasses.replace(TINY, norm=Third, mlp=Third), VOCAB, key=jax.random.key(0))
     assert type(model.norm) is type(model.stack.blocks.mlp_residual.norm) is Third
-    assert model.stack.blocks.mlp.scale.shape == (2, 16)
+    assert model.stack.blocks.mlp.scale.shape == (1, 16)
     ids = jax.ShapeDtypeStruct((5,), jnp.int32)
     assert eqx.filter_eval_shape(model, ids).shape == (5, VOCAB)
 

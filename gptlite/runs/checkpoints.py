@@ -276,31 +276,30 @@ def digest(arrays: dict[str, Array], sums: dict[str, np.ndarray], fields: dict[s
 def survey(arrays: dict[str, Array]) -> dict[str, np.ndarray]:
     """For each array, whether a number in it is NaN, and two checksums, computed where its parts
     are. They do not depend on how the array is cut."""
-    return {name: whole(found) for name, found in _survey(arrays).items()}
+    # All are started before the first is waited for.
+    found = {name: _survey(array) for name, array in arrays.items()}
+    return {name: whole(numbers) for name, numbers in found.items()}
 
 
-@jax.jit
-def _survey(arrays: dict[str, Array]) -> dict[str, UInt32[Array, "3"]]:
+@jax.jit  # for one array, because many have the same shape
+def _survey(x: Array) -> UInt32[Array, "3"]:
     # The bits of each number, mixed with its place, added up modulo 2³²: so in any order.
     def mix(x):  # the finaliser of MurmurHash3 (Appleby, 2011)
         for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
             x = (x ^ (x >> shift)) * jnp.uint32(factor)
         return x ^ (x >> 16)
 
-    def found(x):
-        plain = x.astype(jnp.uint8) if x.dtype == bool else x
-        kind = f"uint{8 * min(4, plain.dtype.itemsize)}"
-        bits = lax.bitcast_convert_type(plain, kind).astype(jnp.uint32)
-        place, stride = jnp.zeros(bits.shape, jnp.uint32), 1
-        for axis in reversed(range(bits.ndim)):
-            step = jnp.uint32(stride % 2**32)
-            place += step * lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
-            stride *= bits.shape[axis]
-        starts = (jnp.uint32(0), jnp.uint32(0x9E3779B9))
-        sums = (jnp.sum(mix(bits ^ mix(place + start)), dtype=jnp.uint32) for start in starts)
-        return jnp.stack([(plain != plain).any().astype(jnp.uint32), *sums])
-
-    return jax.tree.map(found, arrays)
+    plain = x.astype(jnp.uint8) if x.dtype == bool else x
+    kind = f"uint{8 * min(4, plain.dtype.itemsize)}"
+    bits = lax.bitcast_convert_type(plain, kind).astype(jnp.uint32)
+    place, stride = jnp.zeros(bits.shape, jnp.uint32), 1
+    for axis in reversed(range(bits.ndim)):
+        step = jnp.uint32(stride % 2**32)
+        place += step * lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+        stride *= bits.shape[axis]
+    starts = (jnp.uint32(0), jnp.uint32(0x9E3779B9))
+    sums = (jnp.sum(mix(bits ^ mix(place + start)), dtype=jnp.uint32) for start in starts)
+    return jnp.stack([(plain != plain).any().astype(jnp.uint32), *sums])
 
 
 @functools.cache

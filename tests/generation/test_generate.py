@@ -54,14 +54,14 @@ def check_greedy_generation(variant, prompt):
 
 def test_cached_logits_are_the_uncached_ones_with_the_layers_apart():
     ids = jax.random.randint(jax.random.key(1), (2, C), 0, VOCAB)
-    whole = forward(tiny_model(n_layers=1), ids)
+    whole = forward(tiny_model(), ids)
 
     @eqx.filter_jit
     def extend(model, ids, cache):
         hidden, cache = model.extend(ids, cache)
         return model.logits(hidden), cache
 
-    model = tiny_model(n_layers=1).unstacked()
+    model = tiny_model().unstacked()
     for leading in [(2,), (), (1, 2)]:
         texts = ids.reshape(-1, C)[0] if leading == () else ids.reshape(*leading, C)
         wanted = whole[0] if leading == () else whole.reshape(*leading, C, -1)
@@ -324,7 +324,7 @@ def test_the_cache_is_as_long_as_the_text_that_is_asked_for(monkeypatch):
 
 def test_texts_that_do_not_fit_into_memory_are_refused(monkeypatch):
     """Three caches, attention's scores, and the prepared copy of a model if there is none yet."""
-    model = tiny_model(context_length=2**23, positions="none")
+    model = tiny_model(context_length=2**23, positions="none", n_layers=2)
     monkeypatch.setattr("gptlite.runtime.free_memory", lambda: 2**20)
     prompt, keys = jnp.ones((1, 3), jnp.int32), jax.random.split(jax.random.key(0), 1)
 
@@ -332,8 +332,8 @@ def test_texts_that_do_not_fit_into_memory_are_refused(monkeypatch):
         with pytest.raises(UserError, match=f"takes {gigabytes:,.1f} GiB, and 0.0 GiB are free"):
             generate(model, prompt, new_tokens, GREEDY, keys=keys)
 
-    # Keys and values of one layer, with the width 16 in float32; and the ids.
-    caches = 3 * 4 * (TINY.n_layers * 2 * TINY.d_model + 1) / 2**30
+    # Keys and values of two layers, with the width 16 in float32; and the ids.
+    caches = 3 * 4 * (2 * 2 * TINY.d_model + 1) / 2**30
     scores = TINY.n_heads * 4 / 2**30
     refused(2**23 * (caches + 16 * scores), model, 2**23 - 3)
     # The last half of the context is read again.

@@ -69,7 +69,7 @@ def test_activations_grow_with_the_batch():
 
 
 def test_layers_are_multiplied_only_where_they_are_stacked():
-    model = tiny_model()
+    model = tiny_model(n_layers=2)
     assert f"(x {model.config.n_layers})" in summary(model)
     assert "(x " not in summary(model.unstacked())
 

@@ -33,14 +33,13 @@ CAUSAL = {"is_causal": True}
 call = eqx.filter_jit(lambda module, *arguments: module(*arguments))
 
 
-def eager_head(q, k, v, **options: Any):
+@eqx.filter_jit
+def one_head(q, k, v, **options: Any):
     """`attend` for `[batch, seq, d_head]`."""
     return attend(q[:, None], k[:, None], v[:, None], **options)[:, 0]
 
 
-one_head = eqx.filter_jit(eager_head)
-
-
+@eqx.filter_jit
 def three_heads(q, k, v, **options):
     """`attend` for `[heads, seq, d_head]`."""
     return attend(q[None], k[None], v[None], **options)[0]
@@ -179,7 +178,7 @@ def test_kernels_keep_documents_apart(kernel, seq, window, request):
 def test_a_sweep_on_several_tpus_has_no_kernel(splash, monkeypatch):
     """Mosaic's kernels are not divided among devices by the compiler."""
     x = jnp.ones((2, 1, 2, 128, 8), jnp.bfloat16)
-    sweep = jax.vmap(lambda x: attend(x, x, x, is_causal=True))
+    sweep = jax.jit(jax.vmap(lambda x: attend(x, x, x, is_causal=True)))
     monkeypatch.setattr(splash_attention, "make_splash_mha_single_device", None)
     with jax.set_mesh(seeds_mesh(1)), pytest.raises(TypeError, match="not callable"):
         sweep(x)
@@ -218,21 +217,27 @@ def test_a_document_is_as_if_it_were_alone():
 
 
 def test_a_kernel_is_only_for_what_it_can_do(cudnn, monkeypatch):
-    q, k, v = (x.astype(jnp.bfloat16) for x in random_qkv(10, 10))
     monkeypatch.setattr(jax.nn, "dot_product_attention", None)
+
+    def choose(queries=slice(None), keys=slice(None), **options):
+        """Traced anew, which is when a kernel is chosen."""
+        q, k, v = (x[:, None].astype(jnp.bfloat16) for x in random_qkv(10, 10))
+        q, k, v = q[:, :, queries], k[:, :, keys], v[:, :, keys]
+        eqx.filter_eval_shape(lambda *qkv: attend(*qkv, **options), q, k, v)
+
     with pytest.raises(TypeError, match="not callable"):
-        eager_head(q, k, v, **CAUSAL)
+        choose(**CAUSAL)
     for options in (
         {"mask": jnp.ones((3, 1, 10, 10), bool)},
         {"bias": ALiBi(1)(10, 10, 0)},
         {"dropout": 0.1, "dropout_key": jax.random.key(0)},
     ):
-        eager_head(q, k, v, **options)
-    eager_head(q[:, -1:], k, v)
-    eager_head(q[:, 1:], k[:, 1:], v[:, 1:], **CAUSAL)  # an odd length has no gradient
+        choose(**options)
+    choose(slice(-1, None))
+    choose(slice(1, None), slice(1, None), **CAUSAL)  # an odd length has no gradient
     starts = jnp.zeros((3, 10), jnp.int32)
     with jax.set_mesh(seeds_mesh(1)):  # a mask is not mapped over seeds
-        eager_head(q, k, v, **CAUSAL, starts=starts)
+        choose(**CAUSAL, starts=starts)
 
 
 def test_bfloat16_stays_near_float32():
@@ -358,27 +363,31 @@ def test_the_output_is_weights_times_values(n_kv_heads):
     x = jax.random.normal(jax.random.key(1), (2, 5, 16))
     cache = layer.init_cache((2,), 8, jnp.float32)
     given = cache, Context(start=jnp.array([0, 2]))
-    weights = eqx.filter_jit(Attention.weights)(layer, x, *given)
+    weights = np.asarray(eqx.filter_jit(Attention.weights)(layer, x, *given))
     assert weights.shape == (2, 4, 5, 8)
     out, cache = call(layer, x, *given)
     assert cache is not None
-    values = cache.values.reshape(2, n_kv_heads, 8, 4).repeat(4 // n_kv_heads, axis=1)
-    joined = (weights @ values).swapaxes(1, 2).reshape(2, 5, 16)
-    np.testing.assert_allclose(out, layer.heads.output(joined), rtol=1e-4, atol=1e-5)
+    values = np.asarray(cache.values).reshape(2, n_kv_heads, 8, 4)
+    joined = (weights @ values.repeat(4 // n_kv_heads, axis=1)).swapaxes(1, 2).reshape(2, 5, 16)
+    wanted = joined @ np.asarray(layer.heads.output.weight).T
+    np.testing.assert_allclose(out, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_cross_attention_is_attention_to_what_was_read():
     layer = CrossAttention(heads(n_kv_heads=2))
     x = jax.random.normal(jax.random.key(1), (2, 3, 16))
     memory = jax.random.normal(jax.random.key(2), (2, 6, 16))
-    read = layer.read(memory, jnp.array([6, 2]))
-    out, weights = call(layer, x, read), eqx.filter_jit(CrossAttention.weights)(layer, x, read)
+    reading = eqx.filter_jit(CrossAttention.read)
+    read = reading(layer, memory, jnp.array([6, 2]))
+    out = call(layer, x, read)
+    weights = np.asarray(eqx.filter_jit(CrossAttention.weights)(layer, x, read))
     np.testing.assert_allclose(weights.sum(-1), 1.0, rtol=1e-5)
     assert not weights[1, ..., 2:].any()
-    values = read.values.reshape(2, 2, 6, 4).repeat(2, axis=1)
+    values = np.asarray(read.values).reshape(2, 2, 6, 4).repeat(2, axis=1)
     joined = (weights @ values).swapaxes(1, 2).reshape(2, 3, 16)
-    np.testing.assert_allclose(out, layer.heads.output(joined), rtol=1e-4, atol=1e-5)
-    alone = call(layer, x[1], layer.read(memory[1, :2]))
+    wanted = joined @ np.asarray(layer.heads.output.weight).T
+    np.testing.assert_allclose(out, wanted, rtol=1e-4, atol=1e-5)
+    alone = call(layer, x[1], reading(layer, memory[1, :2]))
     np.testing.assert_allclose(out[1], alone, rtol=1e-4, atol=1e-5)
 
 
@@ -394,8 +403,8 @@ def test_relative_bias_bidirectional_has_half_of_the_buckets_for_each():
         return place + 16 * (back < 0)
 
     wanted = np.array([[bucket(i - j) for j in range(200)] for i in range(200)])
-    found = module(200, 200, 0)
-    np.testing.assert_allclose(found, jnp.moveaxis(module.table.weight[wanted], -1, 0))
+    found, table = call(module, 200, 200, 0), np.asarray(module.table.weight)
+    np.testing.assert_allclose(found, np.moveaxis(table[wanted], -1, 0))
 
 
 @pytest.mark.parametrize("window", [1, 4])
@@ -410,15 +419,17 @@ def test_alibi_takes_off_by_distance():
     q, k, v = random_qkv(9, 9)
     distance = np.arange(9)[:, None] - np.arange(9)
     bias = -(2.0 ** (-8 * np.arange(1, 4) / 3))[:, None, None] * distance
-    out = three_heads(q, k, v, bias=ALiBi(3)(9, 9, 0), **CAUSAL)
+    out = three_heads(q, k, v, bias=call(ALiBi(3), 9, 9, 0), **CAUSAL)
     np.testing.assert_allclose(out, reference_with(q, k, v, bias=bias), rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(ALiBi(8)(2, 2, 0)[:, 1, 0], -(0.5 ** np.arange(1, 9)))
+    np.testing.assert_allclose(
+        np.asarray(call(ALiBi(8), 2, 2, 0))[:, 1, 0], -(0.5 ** np.arange(1, 9))
+    )
 
 
 def test_relative_bias_is_t5s_table():
     module = RelativeBias(3, key=jax.random.key(0))
     table = np.asarray(module.table.weight)
-    found = np.asarray(module(1, 400, jnp.asarray(399)))[:, 0]
+    found = np.asarray(call(module, 1, 400, jnp.asarray(399)))[:, 0]
     for distance in range(400):
         bucket = distance
         if distance >= 16:  # Raffel et al., 2020: logarithmic up to 128, one for all beyond
@@ -435,9 +446,10 @@ def test_grouped_queries_share_keys_and_values():
     h = grouped.heads
 
     def repeated(layer):  # heads 0 and 1 are given the first, 2 and 3 the second
-        weight = layer.weight.reshape(2, 4, 16).repeat(2, axis=0).reshape(16, 16)
-        bias = layer.bias.reshape(2, 4).repeat(2, axis=0).reshape(16)
-        return eqx.tree_at(lambda it: (it.weight, it.bias), layer, (weight, bias))
+        weight = np.asarray(layer.weight).reshape(2, 4, 16).repeat(2, axis=0).reshape(16, 16)
+        bias = np.asarray(layer.bias).reshape(2, 4).repeat(2, axis=0).reshape(16)
+        twice = jnp.asarray(weight), jnp.asarray(bias)
+        return eqx.tree_at(lambda it: (it.weight, it.bias), layer, twice)
 
     whole = eqx.tree_at(
         lambda a: (a.query, a.key, a.value, a.output),
@@ -513,6 +525,6 @@ def test_relative_positions_without_room_for_large_distances_are_refused(
 
 def test_two_buckets_are_near_and_far():
     bias = RelativeBias(1, buckets=2, max_distance=9, key=jax.random.key(0))
-    row = np.asarray(bias(1, 8, 7))[0, 0]
+    row = np.asarray(call(bias, 1, 8, 7))[0, 0]
     near, far = np.asarray(bias.table.weight)[:, 0]
     np.testing.assert_allclose(row, [far] * 7 + [near], rtol=1e-6)

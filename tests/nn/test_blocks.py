@@ -39,9 +39,11 @@ KEY = jax.random.key(0)
 X = jax.random.normal(jax.random.key(1), (2, 5, 8))
 
 
-rotate = jax.jit(Rotary().__call__)
+# Compiled as one program: operation by operation takes longer.
+call = eqx.filter_jit(lambda module, *arguments: module(*arguments))
 
 
+@eqx.filter_jit
 def each_token(layer, x):
     return jax.vmap(jax.vmap(layer))(x)
 
@@ -55,11 +57,12 @@ def test_linear_matches_equinox(bias):
     theirs = eqx.tree_at(lambda layer: layer.weight, theirs, ours.weight)
     if bias:
         theirs = eqx.tree_at(lambda layer: layer.bias, theirs, ours.bias)
-    np.testing.assert_allclose(ours(X), each_token(theirs, X), rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(ours(X[0, 0]), theirs(X[0, 0]), rtol=1e-5, atol=1e-5)
+    out = call(ours, X)
+    np.testing.assert_allclose(out, each_token(theirs, X), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(call(ours, X[0, 0]), out[0, 0], rtol=1e-5, atol=1e-5)
     transposed = TransposedLinear(ours)
     np.testing.assert_array_equal(transposed.weight, ours.weight)
-    np.testing.assert_allclose(transposed(X), ours(X), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(call(transposed, X), out, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -102,9 +105,10 @@ def test_norms_and_their_gradients_match_equinox(ours, theirs):
 
 def test_the_gradient_of_learned_positions_is_a_sum_over_sequences():
     layer, weights = Learned(9, 8, std=1.0, key=KEY), jax.random.normal(KEY, X.shape)
-    gradient = eqx.filter_grad(lambda layer: jnp.sum(weights * layer(X, 2)))(layer)
+    total = eqx.filter_grad(lambda layer: jnp.sum(weights * layer(X, 2)))
+    gradient = eqx.filter_jit(total)(layer)
     expected = np.zeros((9, 8), np.float32)
-    expected[2:7] = weights.sum(0)
+    expected[2:7] = np.asarray(weights).sum(0)
     np.testing.assert_allclose(gradient.weight, expected, rtol=1e-6, atol=1e-6)
 
 
@@ -116,13 +120,15 @@ def test_linear_draws_the_standard_deviation_asked_for():
 
 def test_embedding_takes_rows():
     table = Embedding(6, 3, std=1.0, key=KEY)
-    np.testing.assert_array_equal(table(jnp.array([[5, 0], [2, 2]]))[1, 0], table.weight[2])
-    np.testing.assert_array_equal(table(jnp.array([-1, 2])), [[0, 0, 0], table.weight[2]])
+    row = np.asarray(table.weight)[2]
+    np.testing.assert_array_equal(call(table, jnp.array([[5, 0], [2, 2]]))[1, 0], row)
+    np.testing.assert_array_equal(call(table, jnp.array([-1, 2])), [[0, 0, 0], row])
 
 
 def test_the_gradient_of_an_embedding_is_added_up_in_float32():
     table = cast(Embedding(2, 3, key=KEY), jnp.bfloat16)
-    grads = eqx.filter_grad(lambda table: jnp.sum(table(jnp.zeros(1000, int))))(table)
+    total = eqx.filter_grad(lambda table: jnp.sum(table(jnp.zeros(1000, int))))
+    grads = eqx.filter_jit(total)(table)
     assert grads.weight.dtype == jnp.bfloat16
     # In bfloat16, 256 + 1 is 256.
     np.testing.assert_array_equal(grads.weight, [[1000] * 3, [0] * 3])
@@ -133,9 +139,9 @@ def test_rms_norm_matches_equinox():
     gain = jnp.arange(8.0)
     ours = eqx.tree_at(lambda n: n.weight, ours, gain)
     theirs = eqx.tree_at(lambda n: n.weight, theirs, gain)
-    np.testing.assert_allclose(ours(X), each_token(theirs, X), rtol=1e-5, atol=1e-6)
-    bare = RMSNorm(8, use_weight=False)(X)
-    np.testing.assert_allclose(jnp.mean(bare**2, -1), 1.0, rtol=1e-4)
+    np.testing.assert_allclose(call(ours, X), each_token(theirs, X), rtol=1e-5, atol=1e-6)
+    bare = np.asarray(call(RMSNorm(8, use_weight=False), X))
+    np.testing.assert_allclose(np.mean(bare**2, -1), 1.0, rtol=1e-4)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -146,37 +152,39 @@ def test_layer_norm_matches_equinox(bias):
     if bias:
         ours = eqx.tree_at(lambda n: n.bias, ours, jnp.arange(8.0))
         theirs = eqx.tree_at(lambda n: n.bias, theirs, jnp.arange(8.0))
-    np.testing.assert_allclose(ours(X), each_token(theirs, X), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(call(ours, X), each_token(theirs, X), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("norm", [RMSNorm(8), LayerNorm(8)])
 def test_norms_keep_half_precision_from_overflowing(norm):
     large = jnp.full((8,), 300.0, jnp.float16).at[0].set(-300.0)
-    out = norm(large)
+    out, wide = call(norm, large), call(norm, large.astype(jnp.float32))
     assert out.dtype == jnp.float16
-    np.testing.assert_allclose(out.astype(jnp.float32), norm(large.astype(jnp.float32)), rtol=2e-3)
+    np.testing.assert_allclose(np.float32(out), wide, rtol=2e-3)
+
+
+VECTORS = {d: jax.random.normal(KEY, (2, 1, 1, d)) for d in (2, 8, 16)}
+
+
+@jax.jit
+def rotated_product(q, k, at, distance):
+    return jnp.vdot(Rotary()(q, at + distance), Rotary()(k, at))
 
 
 @given(
     start=st.integers(0, 500),
     distance=st.integers(0, 20),
-    d=st.sampled_from([2, 8, 16]),
+    d=st.sampled_from(list(VECTORS)),
 )
 def test_rotary_products_depend_on_distance_alone(start, distance, d):
-    q, k = jax.random.normal(KEY, (2, 1, 1, d))
-
-    def product(at):
-        return jnp.vdot(rotate(q, jnp.asarray(at + distance)), rotate(k, jnp.asarray(at)))
-
+    found, wanted = (rotated_product(*VECTORS[d], at, distance) for at in (start, 0))
     # Angles up to 520 radians in float32 are right to 3e-5.
-    np.testing.assert_allclose(product(start), product(0), rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-3)
 
 
 def test_rotary_keeps_lengths_and_leaves_position_0():
-    out = Rotary()(X)
-    np.testing.assert_allclose(
-        jnp.linalg.norm(out, axis=-1), jnp.linalg.norm(X, axis=-1), rtol=1e-5
-    )
+    out = np.asarray(call(Rotary(), X))
+    np.testing.assert_allclose(np.linalg.norm(out, axis=-1), np.linalg.norm(X, axis=-1), rtol=1e-5)
     np.testing.assert_array_equal(out[:, 0], X[:, 0])
 
 
@@ -185,7 +193,8 @@ def test_rotary_turns_pairs_by_theta_and_llama_3s_scaling():
     32 / 4 tokens, and one between them."""
     d, theta, factor, low, high, context = 8, 50.0, 4.0, 1.0, 4.0, 32
     x = np.random.default_rng(0).normal(size=(1, 20, d))
-    out = Rotary(theta, RotaryScaling(factor, low, high, context))(jnp.asarray(x, jnp.float32))
+    layer = Rotary(theta, RotaryScaling(factor, low, high, context))
+    out = np.asarray(call(layer, jnp.asarray(x, jnp.float32)))
     kinds = []
     for pair in range(d // 2):
         frequency = theta ** (-2 * pair / d)
@@ -220,14 +229,15 @@ def test_sinusoidal_is_the_papers_table():
 )
 def test_a_start_continues_where_a_longer_sequence_would(positions):
     x = jax.random.normal(KEY, (3, 9, 8))
-    whole = positions(x)
-    out = positions(x[:, 4:], jnp.asarray(4))
+    whole = np.asarray(call(positions, x))
+    out = call(positions, x[:, 4:], jnp.asarray(4))
     np.testing.assert_allclose(out, whole[:, 4:], atol=1e-6)
     # Each row at a start of its own. (For rotary positions, the axis before is that of heads.)
-    starts = jnp.array([0, 4, 2])
-    rows = jnp.stack([x[row, start : start + 5] for row, start in enumerate(starts)])
+    starts, x = np.array([0, 4, 2]), np.asarray(x)
+    rows = np.stack([x[row, start : start + 5] for row, start in enumerate(starts)])
     heads = (slice(None), None) if isinstance(positions, Rotary) else ()
-    out = positions(rows[heads], starts).reshape(rows.shape)
+    out = call(positions, jnp.asarray(rows[heads]), jnp.asarray(starts))
+    out = np.asarray(out).reshape(rows.shape)
     for row, start in enumerate(starts):
         np.testing.assert_allclose(out[row], whole[row, start : start + 5], atol=1e-6)
 
@@ -246,7 +256,7 @@ def test_activations_are_their_formulas(name):
     }[name]
     # GELU is the tanh approximation, 5e-4 from the exact one.
     tolerance = 1e-3 if name == "gelu" else 1e-5
-    np.testing.assert_allclose(ACTIVATIONS[name](jnp.asarray(x)), expected, atol=tolerance)
+    np.testing.assert_allclose(jax.jit(ACTIVATIONS[name])(jnp.asarray(x)), expected, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", ["gelu", "silu", "tanh", "sigmoid"])
@@ -271,11 +281,15 @@ def test_mlp_and_gated_mlp_are_their_formulas():
     x = np.asarray(X, np.float64)
     mlp = MLP(8, 12, activation=ACTIVATIONS["relu2"], std=0.5, down_std=0.5, bias=True, key=KEY)
     up = np.maximum(x @ np.asarray(mlp.up.weight).T, 0) ** 2
-    np.testing.assert_allclose(mlp(X), up @ np.asarray(mlp.down.weight).T, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        call(mlp, X), up @ np.asarray(mlp.down.weight).T, rtol=1e-4, atol=1e-4
+    )
     glu = GatedMLP(8, 12, std=0.5, down_std=0.5, key=KEY)
     gate = x @ np.asarray(glu.gate.weight).T
     mixed = gate / (1 + np.exp(-gate)) * (x @ np.asarray(glu.up.weight).T)
-    np.testing.assert_allclose(glu(X), mixed @ np.asarray(glu.down.weight).T, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        call(glu, X), mixed @ np.asarray(glu.down.weight).T, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_dyt_is_its_formula():
@@ -283,7 +297,7 @@ def test_dyt_is_its_formula():
     gains = (jnp.asarray(0.7), jnp.arange(8.0), jnp.ones(8))
     dyt = eqx.tree_at(lambda n: (n.alpha, n.weight, n.bias), dyt, gains)
     expected = np.tanh(0.7 * np.asarray(X)) * np.arange(8) + 1
-    np.testing.assert_allclose(dyt(X), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(call(dyt, X), expected, rtol=1e-5, atol=1e-5)
 
 
 def moe(**options) -> MoE:
@@ -299,7 +313,7 @@ def router_probabilities(module, x):
 
 def test_moe_matches_a_loop_over_tokens():
     module = moe()
-    out = np.asarray(module(X))
+    out = np.asarray(call(module, X))
     for place in np.ndindex(2, 5):
         x = np.asarray(X[place], np.float64)
         probability = router_probabilities(module, x)
@@ -319,11 +333,12 @@ def test_the_balance_loss_is_its_formula():
         picked = np.argsort(-probability, axis=-1)[:, :2]
         share = np.bincount(picked.ravel(), minlength=4) / picked.size
         wanted.append(0.1 * 4 * np.sum(share * probability.mean(0)))
-    found = module.aux_loss(X, jnp.array([5, 3]))
+    aux_loss = eqx.filter_jit(MoE.aux_loss)
+    found = aux_loss(module, X, jnp.array([5, 3]))
     np.testing.assert_allclose(found, np.mean(wanted), rtol=1e-5)
-    np.testing.assert_allclose(module.aux_loss(X[0]), wanted[0], rtol=1e-5)
+    np.testing.assert_allclose(aux_loss(module, X[0]), wanted[0], rtol=1e-5)
     # A sequence without a token adds zero to the mean.
-    empty = module.aux_loss(X, jnp.array([5, 0]))
+    empty = aux_loss(module, X, jnp.array([5, 0]))
     np.testing.assert_allclose(empty, wanted[0] / 2, rtol=1e-5)
 
 
@@ -340,17 +355,18 @@ def test_blocks_are_their_formulas():
     def block(first, second):
         return Block(attention, first, mlp, second)(X)[0]
 
-    y = X + att(a(X))
-    found = block(PreNorm(a), PreNorm(b))
-    np.testing.assert_allclose(found, y + mlp(b(y)), rtol=1e-5, atol=1e-5)
-    y = a(X + att(X))
-    found = block(PostNorm(a), PostNorm(b))
-    np.testing.assert_allclose(found, b(y + mlp(y)), rtol=1e-5, atol=1e-5)
-    y = X + c(att(a(X)))
-    found = block(SandwichNorm(a, c), SandwichNorm(b, d))
-    np.testing.assert_allclose(found, y + d(mlp(b(y))), rtol=1e-5, atol=1e-5)
-    found = ParallelBlock(attention, mlp, a)(X)[0]
-    np.testing.assert_allclose(found, X + att(a(X)) + mlp(a(X)), rtol=1e-5, atol=1e-5)
+    def pairs():
+        y = X + att(a(X))
+        yield block(PreNorm(a), PreNorm(b)), y + mlp(b(y))
+        y = a(X + att(X))
+        yield block(PostNorm(a), PostNorm(b)), b(y + mlp(y))
+        y = X + c(att(a(X)))
+        yield block(SandwichNorm(a, c), SandwichNorm(b, d)), y + d(mlp(b(y)))
+        yield ParallelBlock(attention, mlp, a)(X)[0], X + att(a(X)) + mlp(a(X))
+
+    # Each found and wanted; in one program.
+    for found, wanted in jax.jit(lambda: list(pairs()))():
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 class Affine(eqx.Module):
@@ -369,10 +385,11 @@ def test_a_stack_is_its_blocks_one_after_the_other(scan, key):
     stack = Stack(lambda k: Affine(Linear(8, 8, std=0.3, key=k)), 3, scan=scan, key=KEY)
     assert stack.blocks.linear.weight.shape == (3, 8, 8)
     x, keys = X, [None] * 3 if key is None else jax.random.split(key, 3)
-    for weight, layer_key in zip(stack.blocks.linear.weight, keys, strict=True):
-        noise = 0.0 if layer_key is None else jax.random.normal(layer_key, x.shape)
-        x = x + x @ weight.T + noise
+    weights = np.asarray(stack.blocks.linear.weight)
+    for weight, layer_key in zip(weights, keys, strict=True):
+        noise = 0.0 if layer_key is None else np.asarray(jax.random.normal(layer_key, x.shape))
+        x = np.asarray(x) + x @ weight.T + noise
     out, caches, aux_loss = stack(X, key=key)
     assert caches is None
-    np.testing.assert_allclose(aux_loss, stack.blocks.linear.weight.sum(), rtol=1e-5)
+    np.testing.assert_allclose(aux_loss, weights.sum(), rtol=1e-5)
     np.testing.assert_allclose(out, x, rtol=1e-5, atol=1e-5)

@@ -21,7 +21,7 @@ from gptlite.text.tokens import split_corpus
 TOKENIZER = make_tokenizer("char", text_corpus(TEXT))
 SPLIT = split_corpus(text_corpus(TEXT), TOKENIZER)
 BASE = Config(
-    model=dataclasses.replace(TINY, n_layers=1),
+    model=TINY,
     training=TrainingConfig(
         steps=8, batch_size=4, log_every=4, eval_every=4, compute_dtype="float32"
     ),

@@ -23,7 +23,7 @@ from gptlite.training.step import TrainSteps
 TOKENIZER = make_tokenizer("char", text_corpus(TEXT))
 SPLIT = split_corpus(text_corpus(TEXT), TOKENIZER)
 CONFIG = Config(
-    model=dataclasses.replace(TINY, n_layers=1),
+    model=TINY,
     optimizer=OptimizerConfig(name="adamw", learning_rate=0.01),
     training=TrainingConfig(
         steps=16, batch_size=4, log_every=6, eval_every=8, compute_dtype="float32"

@@ -49,7 +49,7 @@ TOKENIZER = make_tokenizer("char", text_corpus(TEXT))
 SPLIT = split_corpus(text_corpus(TEXT), TOKENIZER)
 CORPUS = "the text's"
 CONFIG = Config(
-    model=dataclasses.replace(TINY, n_layers=1),
+    model=TINY,
     optimizer=OptimizerConfig(name="adamw", learning_rate=0.01),  # Muon takes longer to compile
     training=TrainingConfig(
         steps=60, batch_size=4, log_every=5, eval_every=20, save_seconds=0.0, keep=3

@@ -30,8 +30,8 @@ from gptlite.text.corpus import text_corpus
 from gptlite.text.tokenizer import make_tokenizer
 
 TOKENIZER = make_tokenizer("char", text_corpus(TEXT))
-CONFIG = Config(model=TINY)
-MODEL = drawn(lambda key: GPT(TINY, TOKENIZER.vocab_size, key=key))
+CONFIG = Config(model=dataclasses.replace(TINY, n_layers=2))
+MODEL = drawn(lambda key: GPT(CONFIG.model, TOKENIZER.vocab_size, key=key))
 SAVED = Evaluated(7, 1.5)
 
 

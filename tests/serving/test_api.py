@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TINY, tiny_model
-from support.servers import NAME, TOKENIZER, serving
+from conftest import TINY
+from support.servers import NAME, TOKENIZER, served_model, serving
 
 from gptlite.config import SamplingConfig
 from gptlite.generation.generate import generate
@@ -40,7 +40,9 @@ def fixture_client(address):
 def alone(prompt, new, config=None, seed=0, number=0):
     """What `generate` makes with the key of sample.py."""
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), number)[None]
-    ids = generate(tiny_model(), jnp.asarray(TOKENIZER.encode(prompt))[None], new, config, keys=key)
+    ids = generate(
+        served_model(), jnp.asarray(TOKENIZER.encode(prompt))[None], new, config, keys=key
+    )
     return decode(TOKENIZER, np.asarray(ids[0]))
 
 
@@ -135,7 +137,7 @@ def test_a_stop_string_ends_a_text(client):
 
 
 def log_probs_of(ids):
-    return np.asarray(jax.nn.log_softmax(eqx.filter_jit(tiny_model())(jnp.asarray(ids))))
+    return np.asarray(jax.nn.log_softmax(eqx.filter_jit(served_model())(jnp.asarray(ids))))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -174,7 +176,7 @@ def test_an_empty_prompt_begins_a_new_text(address):
     class Ended(ByteTokenizer):
         end_ids = (10,)
 
-    model = tiny_model()
+    model = served_model()
     with pytest.raises(openai.BadRequestError, match="at least one character"):
         ask(address.url, prompt="")
     with serving(model, tokenizer=Ended()) as other:

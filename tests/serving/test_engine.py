@@ -276,7 +276,7 @@ def test_requests_take_turns(start):
 @pytest.mark.parametrize("changes", [{}, {"positions": "learned"}], ids=str)
 def test_a_context_that_is_no_multiple_of_what_is_read_at_once(start, changes):
     """Its cache has more places than the context."""
-    model = tiny_model(context_length=600, n_layers=1, **changes)
+    model = tiny_model(context_length=600, **changes)
     engine = start(model)
     random = np.random.default_rng(0)
     prompts = [random.integers(0, VOCAB, n).tolist() for n in (599, 3, 257, 600)]

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TINY, needs, tiny_model
-from support.servers import NAME, TOKENIZER, serving
+from conftest import TINY, needs
+from support.servers import NAME, TOKENIZER, served_model, serving
 
 from gptlite.text.hf_tokenizer import to_hf_tokenizer
 
@@ -68,7 +68,7 @@ def test_the_harness_measures_what_the_model_says(tmp_path, monkeypatch):
             tasks=[task],
             bootstrap_iters=0,
         )
-    model, right = eqx.filter_jit(tiny_model()), 0
+    model, right = eqx.filter_jit(served_model()), 0
     for sample in result["samples"]["letters"]:
         question, gold = sample["doc"]["question"], sample["doc"]["gold"]
         direct = []

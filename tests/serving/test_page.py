@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TEXT, TINY, run_script, tiny_model, tiny_run
-from support.servers import NAME, TOKENIZER, serving
+from support.servers import NAME, TOKENIZER, served_model, serving
 
 from gptlite.models.attention_maps import attention_maps
 from gptlite.models.logit_lens import logit_lens
@@ -60,7 +60,7 @@ def generated(address, **body):
 
 
 def log_probs_of(ids):
-    model = eqx.filter_jit(tiny_model())
+    model = eqx.filter_jit(served_model())
     return np.asarray(jax.nn.log_softmax(model(jnp.asarray(ids)), axis=-1))
 
 
@@ -106,7 +106,7 @@ def test_a_character_of_several_tokens_comes_with_the_last_of_them():
 def test_a_branch_begins_inside_a_character():
     """The prompt's last token is the first half of a character."""
     tokenizer = ByteTokenizer()
-    with serving(tiny_model(), tokenizer=tokenizer) as address:
+    with serving(served_model(), tokenizer=tokenizer) as address:
         body = {"prompt": [1, 2], "max_tokens": 3}
         assert len(generated(address, **body)) == 3
 
@@ -144,7 +144,7 @@ def test_inside_of_the_model(address, count):
     ids, place = np.random.default_rng(1).integers(0, 13, count).tolist(), max(0, count - 2)
     status, found, _ = answer(address, "/page/look", {"ids": ids, "place": place})
     assert status == 200
-    model, array = tiny_model(), jnp.asarray(ids)
+    model, array = served_model(), jnp.asarray(ids)
     maps = attention_maps(model, array)
     assert [layer["name"] for layer in found["layers"]] == list(maps)
     for layer, weights in zip(found["layers"], maps.values(), strict=True):

@@ -29,7 +29,7 @@ from gptlite.training.step import TrainSteps
 # data x fsdp x tensor; the first is what the others are compared with.
 MESHES = [(1, 1, 1), (2, 2, 2), (8, 1, 1), (1, 8, 1), (1, 1, 8)]
 VOCAB, ROWS, STEPS = 16, 8, 20
-SMALL = dataclasses.replace(TINY, n_layers=1, n_heads=8, d_model=32, d_ff=32, dropout=0.1)
+SMALL = dataclasses.replace(TINY, n_heads=8, d_model=32, d_ff=32, dropout=0.1)
 # Together, every block that has parameters.
 MODELS = {
     "gpt2": GPT2

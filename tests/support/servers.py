@@ -23,6 +23,11 @@ TOKENIZER = CharTokenizer("abcdefghijklm")
 assert TOKENIZER.vocab_size == VOCAB
 
 
+def served_model() -> GPT:
+    """What is served if nothing else is given."""
+    return tiny_model(n_layers=2)
+
+
 @dataclasses.dataclass(frozen=True)
 class Address:
     """Of a server."""
@@ -55,7 +60,7 @@ def serving(
     **options: Any,
 ) -> Iterator[Address]:
     """A server in a thread, until the end of the block. `options`: of `make_app`."""
-    model = model or tiny_model()
+    model = model or served_model()
     engine = Engine(model, max_rows=max_rows, max_waiting=max_waiting)
     served = Served(NAME, 0, tokenizer, context_length, 4, chat, model, engine)
     models = Models(served)

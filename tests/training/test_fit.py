@@ -22,7 +22,7 @@ from gptlite.training.step import TrainSteps
 TOKENIZER = make_tokenizer("char", text_corpus(TEXT))
 SPLIT = split_corpus(text_corpus(TEXT), TOKENIZER)
 CONFIG = Config(
-    model=dataclasses.replace(TINY, n_layers=1),
+    model=TINY,
     optimizer=OptimizerConfig(name="adamw", learning_rate=0.01),  # Muon takes longer to compile
     training=TrainingConfig(
         steps=45, batch_size=8, log_every=10, eval_every=25, compute_dtype="float32"
