@@ -13,15 +13,19 @@ from gptlite.training.optimizer import make_optimizer, make_schedule
 PLAIN = OptimizerConfig(warmup_fraction=0.1, decay_fraction=0.4, final_fraction=0.25)
 
 
+def normal(params, seed=0):
+    """Gradients of `params`, drawn."""
+    random = np.random.default_rng(seed)
+    return jax.tree.map(lambda p: random.normal(size=p.shape).astype(np.float32), params)
+
+
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_state_in_bfloat16_costs_its_rounding_and_halves_the_memory(name):
     """The means are computed in float32 and rounded between steps, by 2⁻⁹ at most."""
     params = eqx.filter(tiny_model(n_layers=2), eqx.is_inexact_array)
 
     def gradient(step):
-        return jax.tree.map(
-            lambda p: jax.random.normal(jax.random.key(p.size + step), p.shape), params
-        )
+        return normal(params, step)
 
     found, states = [], []
     for dtype in ("float32", "bfloat16"):
@@ -35,7 +39,8 @@ def test_a_state_in_bfloat16_costs_its_rounding_and_halves_the_memory(name):
     for x, y in zip(*map(jax.tree.leaves, found[::3]), strict=True):
         np.testing.assert_array_equal(x, y)  # nothing is kept before the first step
     for x, y in zip(*map(jax.tree.leaves, found[2::3]), strict=True):
-        assert jnp.linalg.norm(x - y) <= 0.02 * jnp.linalg.norm(x)
+        x, y = np.asarray(x), np.asarray(y)
+        assert np.linalg.norm(x - y) <= 0.02 * np.linalg.norm(x)
     assert {x.dtype for x in states[0]} == {jnp.dtype("float32")}
     assert {x.dtype for x in states[1]} == {jnp.dtype("bfloat16")}
     with pytest.raises(UserError, match=r"beta2 must be at most 0\.99, got 0\.999"):
@@ -90,7 +95,8 @@ def one_update(config, grads_of=lambda params: jax.tree.map(jnp.zeros_like, para
     model = tiny_model(norm="layer", bias=True, positions="learned")
     params = eqx.filter(model, eqx.is_inexact_array)
     optimizer = make_optimizer(config, 10, params)
-    updates, _ = jax.jit(optimizer.update)(grads_of(params), optimizer.init(params), params)
+    state = jax.jit(optimizer.init)(params)
+    updates, _ = jax.jit(optimizer.update)(grads_of(params), state, params)
     return named(params), named(updates)
 
 
@@ -116,10 +122,7 @@ def test_muon_orthogonalises_each_layers_matrices_and_leaves_the_rest_to_adam():
     config = OptimizerConfig(
         learning_rate=0.1, adam_learning_rate=0.003, schedule="constant", warmup_fraction=0.0
     )
-    noise = iter(jax.random.split(jax.random.key(0), 100))
-    params, updates = one_update(
-        config, lambda p: jax.tree.map(lambda x: jax.random.normal(next(noise), x.shape), p)
-    )
+    params, updates = one_update(config, normal)
     for key, update in updates.items():
         if key.startswith("stack.") and params[key].ndim == 3:
             d_out, d_in = update.shape[1:]
@@ -173,7 +176,7 @@ def test_tables_and_gains_inside_the_blocks_are_left_to_adam():
     params = eqx.filter(model, eqx.is_inexact_array)
     optimizer = make_optimizer(config, 10, params)
     updates, _ = jax.jit(optimizer.update)(
-        jax.tree.map(jnp.ones_like, params), optimizer.init(params), params
+        jax.tree.map(jnp.ones_like, params), jax.jit(optimizer.init)(params), params
     )
     by_adam = {name for name, update in named(updates).items() if np.any(update)}
     inside = {name.removeprefix("stack.blocks.") for name in by_adam if "blocks" in name}
