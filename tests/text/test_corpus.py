@@ -102,7 +102,7 @@ def server(answer: Callable[[http.server.BaseHTTPRequestHandler], None]) -> Iter
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as found:
         found.daemon_threads = True
-        threading.Thread(target=found.serve_forever, daemon=True).start()
+        threading.Thread(target=found.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{found.server_port}/input.txt"
         found.shutdown()
 

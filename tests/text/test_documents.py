@@ -104,7 +104,7 @@ def test_a_single_file_is_a_dataset_here_and_at_an_address(name, tmp_path):
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
     handler.log_message = lambda *_: None  # pyright: ignore[reportAttributeAccessIssue]
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         try:
             address = f"http://127.0.0.1:{server.server_port}/{name}"
             assert list(documents(f"{address}:train:text").read()) == TEXTS
