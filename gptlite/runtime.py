@@ -25,7 +25,7 @@ def set_up_jax(cpu_devices: int = 1) -> None:
     """Keep compiled programs in the user's cache folder, so that later starts load them,
     and make `cpu_devices` devices of the CPU. To be called before JAX first computes.
 
-    JAX's own environment variables, JAX_COMPILATION_CACHE_DIR and JAX_NUM_CPU_DEVICES, take
+    JAX's own environment variables, such as JAX_COMPILATION_CACHE_DIR and JAX_NUM_CPU_DEVICES, take
     precedence.
     """
     import jax
@@ -34,7 +34,8 @@ def set_up_jax(cpu_devices: int = 1) -> None:
         caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(caches / "gptlite" / "xla"))
     # By default, JAX does not keep programs that compile within a second. A run has several.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
     # A cache that cannot be written, or a damaged file in it, only costs time.
     warnings.filterwarnings("ignore", "Error (writing|reading) persistent compilation cache")
     if "JAX_NUM_CPU_DEVICES" not in os.environ:

@@ -69,19 +69,24 @@ gc.set_threshold(200_000, 20, 100)
 # Background jobs and `nohup` ignore these signals, and child processes would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The slowest files first, so that both processes end at the same time."""
+    """The slowest files first, so that all processes end at about the same time."""
     slow = (
+        "test_processes",
+        "test_browser",
         "test_sharding",
+        "test_replay",
+        "test_engine",
+        "test_golden",
+        "test_hugging_face",
+        "test_generate",
         "test_seq2seq",
         "test_folder",
-        "test_resume",
         "test_gpt",
-        "test_scripts",
     )
     place = {name: i for i, name in enumerate(slow)}
     items.sort(key=lambda item: place.get(item.path.stem, len(slow)))

@@ -7,7 +7,8 @@ generation of a dozen configs as two commits make them, and compares.
 
 A program is the same if its text, as JAX lowers it, is the same, or if it is the same once XLA has
 compiled it: names, comments and the order of functions do not count. H100 and TPU need their
-compilers (pip install -e ".[aot]"), and no devices. Exit code 1 if a program has changed.
+compilers (pip install -e ".[aot]"), and no devices. Exit code 1 if a program has changed, 2 if the
+programs cannot be made.
 
 Each commit makes its programs by its own tests/support/programs.py.
 """
@@ -20,8 +21,10 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
+WORKER = Path("tests/support/programs.py")
 COMPILERS = {"h100:8": "jax_cuda13_plugin", "v5e:2x4": "libtpu"}
 TARGETS = [
     "cpu",
@@ -29,11 +32,17 @@ TARGETS = [
 ]
 
 
+def fail(message: str) -> NoReturn:
+    """**Raises:** `SystemExit`, of code 2."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
 @contextlib.contextmanager
 def tree_of(commit: str | None) -> Iterator[Path]:
     """The files of a commit; None: those of the working tree.
 
-    **Raises:** `SystemExit` if there is no such commit.
+    **Raises:** `SystemExit` if there is no such commit, or it cannot make its programs.
     """
     if commit is None:
         yield ROOT
@@ -43,9 +52,12 @@ def tree_of(commit: str | None) -> Iterator[Path]:
         add = [*git, "add", "--quiet", "--detach", f"{name}/tree", commit]
         done = subprocess.run(add, capture_output=True, text=True)
         if done.returncode:
-            sys.exit(f"error: {commit} cannot be checked out: {done.stderr.strip()}")
+            fail(f"{commit} cannot be checked out: {done.stderr.strip()}")
         try:
-            yield Path(name) / "tree"
+            tree = Path(name) / "tree"
+            if not (tree / WORKER).exists():
+                fail(f"{commit} is older than {WORKER}, which it needs.")
+            yield tree
         finally:
             subprocess.run([*git, "remove", "--force", f"{name}/tree"], check=True)
 
@@ -57,17 +69,19 @@ def make(trees: list[Path], folders: list[Path], words: list[str]) -> None:
     """
     running = []
     for tree, folder in zip(trees, folders, strict=True):
-        worker = tree / "tests" / "support" / "programs.py"
-        if not worker.exists():
-            sys.exit(f"error: {tree} is older than tests/support/programs.py, which it needs.")
-        command = [sys.executable, str(worker), str(folder), *words]
+        command = [sys.executable, str(tree / WORKER), str(folder), *words]
         running.append(
             subprocess.Popen(command, cwd=tree, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         )
-    for process in running:
-        _, error = process.communicate()
-        if process.returncode:
-            sys.exit(f"error: the programs cannot be made:\n{error.decode()[-3000:]}")
+    try:
+        for process in running:
+            _, error = process.communicate()
+            if process.returncode:
+                fail(f"the programs cannot be made:\n{error.decode()[-3000:]}")
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
 
 
 def different(folders: list[Path], suffix: str) -> list[str]:
@@ -86,7 +100,7 @@ def main() -> None:
     parser.add_argument("base", help="a commit")
     parser.add_argument("head", nargs="?", help="a commit; default: the working tree")
     parser.add_argument("--configs", nargs="+", help="default: all")
-    parser.add_argument("--targets", nargs="+", default=TARGETS, help="default: %(default)s")
+    parser.add_argument("--targets", nargs="+", default=TARGETS, choices=["cpu", *COMPILERS])
     parser.add_argument("--folder", type=Path, help="where the programs are kept; a new folder")
     arguments = parser.parse_args()
     if arguments.folder is not None and arguments.folder.exists():

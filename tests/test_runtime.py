@@ -22,7 +22,12 @@ print(json.dumps([jax.config.jax_compilation_cache_dir, jax.device_count(), leas
 
 
 def settings(**environment):
-    names = ("JAX_COMPILATION_CACHE_DIR", "JAX_NUM_CPU_DEVICES", "XDG_CACHE_HOME")
+    names = (
+        "JAX_COMPILATION_CACHE_DIR",
+        "JAX_NUM_CPU_DEVICES",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
+        "XDG_CACHE_HOME",
+    )
     clean = {name: value for name, value in os.environ.items() if name not in names}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
@@ -50,8 +55,12 @@ def test_compiled_programs_are_kept_in_the_users_cache_folder(tmp_path):
 
 
 def test_jaxs_own_environment_variables_go_first(tmp_path):
-    cache, devices, _ = settings(JAX_COMPILATION_CACHE_DIR=str(tmp_path), JAX_NUM_CPU_DEVICES="2")
-    assert [cache, devices] == [str(tmp_path), 2]
+    cache, devices, least = settings(
+        JAX_COMPILATION_CACHE_DIR=str(tmp_path),
+        JAX_NUM_CPU_DEVICES="2",
+        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.5",
+    )
+    assert [cache, devices, least] == [str(tmp_path), 2, 0.5]
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -203,7 +203,7 @@ def test_relative_positions_need_distances_beyond_their_near_buckets():
 def test_no_two_parameters_start_from_the_same_numbers():
     """Keys that are split carelessly give the same draws twice."""
     config = dataclasses.replace(
-        TINY, positions="relative:buckets=16", init="gpt2", embed_previous=0
+        TINY, n_layers=2, positions="relative:buckets=16", init="gpt2", embed_previous=0
     )
     model = make(config, VOCAB, key=jax.random.key(0))
     starts = {}

@@ -21,8 +21,9 @@ def test_the_last_layer_predicts_what_the_model_does(variant):
 
 @pytest.mark.parametrize("stack", ["scan", "unrolled"])
 def test_a_layer_predicts_what_a_model_without_the_later_ones_does(stack):
-    model = tiny_model(stack=stack).unstacked()
-    lens = eqx.filter_jit(logit_lens)(tiny_model(stack=stack), IDS)
+    stacked = tiny_model(stack=stack, n_layers=2)
+    model = stacked.unstacked()
+    lens = eqx.filter_jit(logit_lens)(stacked, IDS)
 
     @eqx.filter_jit
     def predicted(shorter):

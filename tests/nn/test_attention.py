@@ -219,7 +219,7 @@ def test_a_document_is_as_if_it_were_alone():
 def test_a_kernel_is_only_for_what_it_can_do(cudnn, monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", None)
 
-    def choose(queries=slice(None), keys=slice(None), **options):
+    def choose(queries: Any = slice(None), keys: Any = slice(None), **options: Any):
         """Traced anew, which is when a kernel is chosen."""
         q, k, v = (x[:, None].astype(jnp.bfloat16) for x in random_qkv(10, 10))
         q, k, v = q[:, :, queries], k[:, :, keys], v[:, :, keys]

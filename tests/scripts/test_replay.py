@@ -3,9 +3,13 @@
 import shutil
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import replay
 from conftest import ROOT
+from support.programs import text_of
 
 
 def tree(folder: Path, file: str = "", old: str = "", new: str = "") -> Path:
@@ -19,6 +23,21 @@ def tree(folder: Path, file: str = "", old: str = "", new: str = "") -> Path:
         assert old in text
         (folder / file).write_text(text.replace(old, new))
     return folder
+
+
+def test_a_table_is_compared_to_its_last_number():
+    """XLA prints constants of more than ten numbers as `{...}`, if it is not told otherwise."""
+    table = np.arange(100.0)
+    other = np.where(table == 50, 51, table)
+
+    def text(table, name):
+        def function(x):
+            return jnp.sin(x) * table
+
+        function.__name__ = name
+        return text_of(jax.jit(function).lower(jnp.ones(100)).compile())
+
+    assert text(table, "one") == text(table.copy(), "other") != text(other, "one")
 
 
 @pytest.mark.processes

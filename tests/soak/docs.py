@@ -114,6 +114,10 @@ def main() -> None:
     parser.add_argument("pages", nargs="*", metavar="PAGE.md", help="only these pages")
     parser.add_argument("--nightly", action="store_true", help="benchmarks and soaks as well")
     arguments = parser.parse_args()
+    names = [page.name for page in PAGES]
+    for name in arguments.pages:
+        if name not in names:
+            parser.error(f"there is no page {name}; there are {', '.join(names)}")
     done: set[str] = set()
     left_out = 0
     with tempfile.TemporaryDirectory() as name:

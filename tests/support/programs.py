@@ -26,6 +26,7 @@ import equinox as eqx  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from conftest import TINY, VARIANTS  # noqa: E402
+from jaxlib import _hlo  # noqa: E402  # pyright: ignore[reportAttributeAccessIssue]
 
 from gptlite.config import (  # noqa: E402
     Config,
@@ -141,12 +142,15 @@ def lowered(config: Config, target: str) -> Iterator[tuple[str, Callable[[], jax
         yield f"decode-{rows}", generate
 
 
-def numbered(text: str) -> str:
-    """A compiled program without what does not count: metadata, and names, of which each becomes
-    its number in the order of appearance."""
-    text = re.sub(r", metadata=\{[^}]*\}|, frontend_attributes=\{[^}]*\}", "", text)
-    text = re.sub(r"(?s)\n(FileNames|FunctionNames|FileLocations|StackFrames).*?\n\n", "\n", text)
-    text = re.sub(r"^HloModule \S+", "HloModule", text)
+def text_of(compiled: jax.stages.Compiled) -> str:
+    """A compiled program, its large constants too, without what does not count: metadata, and
+    names, of which each becomes its number in the order of appearance."""
+    options = _hlo.HloPrintOptions()
+    options.print_large_constants, options.print_metadata = True, False
+    executable: Any = compiled.runtime_executable()
+    text = "\n".join(module.to_string(options) for module in executable.hlo_modules())
+    text = re.sub(r", frontend_attributes=\{[^}]*\}", "", text)
+    text = re.sub(r"(?m)^HloModule \S+", "HloModule", text)
     numbers: dict[str, str] = {}
     return re.sub(
         r"%[\w.\-]+", lambda found: numbers.setdefault(found[0], f"%{len(numbers)}"), text
@@ -156,8 +160,9 @@ def numbered(text: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--configs", nargs="+", default=list(configs()))
-    parser.add_argument("--targets", nargs="+", default=["cpu"])
+    known = list(configs())
+    parser.add_argument("--configs", nargs="+", default=known, choices=known)
+    parser.add_argument("--targets", nargs="+", default=["cpu"], choices=list(TARGETS))
     parser.add_argument("--compile", nargs="*", default=[])
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
@@ -170,8 +175,7 @@ def main() -> None:
                     continue
                 found = lower()
                 if arguments.compile:
-                    text = numbered(found.compile().as_text() or "")
-                    (arguments.folder / f"{path}.hlo").write_text(text)
+                    (arguments.folder / f"{path}.hlo").write_text(text_of(found.compile()))
                 else:
                     (arguments.folder / f"{path}.mlir").write_text(found.as_text())
                 print(path, flush=True)

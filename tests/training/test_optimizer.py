@@ -92,7 +92,7 @@ def named(model):
 
 
 def one_update(config, grads_of=lambda params: jax.tree.map(jnp.zeros_like, params)):
-    model = tiny_model(norm="layer", bias=True, positions="learned")
+    model = tiny_model(n_layers=2, norm="layer", bias=True, positions="learned")
     params = eqx.filter(model, eqx.is_inexact_array)
     optimizer = make_optimizer(config, 10, params)
     state = jax.jit(optimizer.init)(params)

@@ -11,6 +11,9 @@ from conftest import ROOT
 
 from gptlite.training.stop import Stop
 
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")
+HANGUP = getattr(signal, "SIGHUP", signal.SIGTERM)
+
 # Hashing 1 MB blocks without Python in between, as a compiled step would.
 PROGRAM = """
 import hashlib, sys
@@ -51,7 +54,7 @@ def test_without_exits_the_second_ctrl_c_is_a_keyboard_interrupt(capfd):
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (HANGUP, 129)]
 )
 def test_the_first_signal_lets_the_step_end(number, code):
     process = start()
@@ -76,21 +79,17 @@ def test_the_second_signal_ends_it_at_once():
 
 
 def test_ignored_signals_stay_ignored():
-    from gptlite.training.stop import Stop
-
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    before = signal.signal(HANGUP, signal.SIG_IGN)  # as nohup does
     try:
         with Stop() as stop:
-            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(HANGUP)
             time.sleep(0.1)
             assert not stop.requested
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(HANGUP, before)
 
 
 def test_signal_handlers_are_restored():
-    from gptlite.training.stop import Stop
-
     before = signal.getsignal(signal.SIGINT)
     with Stop() as stop:
         assert not stop.requested

@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import os
 import signal
+import sys
 
 import equinox as eqx
 import jax
@@ -132,6 +133,7 @@ def test_vectors_of_another_shape_are_refused():
         Embedding(VOCAB, 8, vectors=jnp.zeros((VOCAB, 4)), key=jax.random.key(0))
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_lets_the_step_end(model, number, capsys):
     """Also one that comes while JAX runs, which may swallow a KeyboardInterrupt."""
