@@ -10,14 +10,15 @@ from gptlite.config import MeshConfig, TrainingConfig
 from gptlite.runtime import free_in_container, free_memory, usable_cpu_devices
 
 PROGRAM = """
-import json
+import json, os
 import jax
 from gptlite.runtime import set_up_jax
 set_up_jax(cpu_devices=3)
 least = jax.config.jax_persistent_cache_min_compile_time_secs
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # on a machine of any speed
 jax.jit(lambda x: jax.numpy.linalg.inv(jax.numpy.sort(x) @ x))(jax.numpy.eye(8))
-print(json.dumps([jax.config.jax_compilation_cache_dir, jax.device_count(), least]))
+threads = os.environ.get("NPROC")
+print(json.dumps([jax.config.jax_compilation_cache_dir, jax.device_count(), least, threads]))
 """
 
 
@@ -26,6 +27,7 @@ def settings(**environment):
         "JAX_COMPILATION_CACHE_DIR",
         "JAX_NUM_CPU_DEVICES",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
+        "NPROC",
         "XDG_CACHE_HOME",
     )
     clean = {name: value for name, value in os.environ.items() if name not in names}
@@ -47,7 +49,7 @@ def test_no_more_devices_are_made_of_a_cpu_than_can_share_a_batch():
 
 
 def test_compiled_programs_are_kept_in_the_users_cache_folder(tmp_path):
-    cache, devices, least = settings(XDG_CACHE_HOME=str(tmp_path))
+    cache, devices, least, _ = settings(XDG_CACHE_HOME=str(tmp_path))
     assert cache == str(tmp_path / "gptlite" / "xla")
     assert devices == 3
     assert least < 1  # JAX's default, a second, keeps almost nothing of a small model
@@ -55,12 +57,22 @@ def test_compiled_programs_are_kept_in_the_users_cache_folder(tmp_path):
 
 
 def test_jaxs_own_environment_variables_go_first(tmp_path):
-    cache, devices, least = settings(
+    cache, devices, least, threads = settings(
         JAX_COMPILATION_CACHE_DIR=str(tmp_path),
-        JAX_NUM_CPU_DEVICES="2",
+        JAX_NUM_CPU_DEVICES="1",
         JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.5",
     )
-    assert [cache, devices, least] == [str(tmp_path), 2, 0.5]
+    assert [cache, devices, least, threads] == [str(tmp_path), 1, 0.5, None]
+
+
+def test_more_devices_than_cores_have_threads_to_wait_in(tmp_path):
+    """Or they may wait for each other until XLA ends the process."""
+    count = 2 * (os.cpu_count() or 1)
+    given = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_NUM_CPU_DEVICES": str(count)}
+    _, devices, _, threads = settings(**given)
+    assert [devices, threads] == [count, str(2 * count)]
+    *_, threads = settings(**given, NPROC="77")
+    assert threads == "77"
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -35,11 +35,13 @@ MIXED = "(2, 2, 2)"
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    """What meshes.py finds with eight devices."""
+    """What meshes.py finds with eight devices, and threads enough for them to wait for each other
+    (see gptlite/runtime.py)."""
+    devices = {"JAX_NUM_CPU_DEVICES": "8", "NPROC": "16"}
     done = subprocess.run(
         [sys.executable, ROOT / "tests" / "support" / "meshes.py"],
         cwd=ROOT,
-        env=os.environ | {"JAX_NUM_CPU_DEVICES": "8", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+        env=os.environ | devices | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
         capture_output=True,
         text=True,
     )
