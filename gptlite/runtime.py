@@ -23,7 +23,8 @@ def usable_cpu_devices(training: TrainingConfig, mesh: MeshConfig) -> int:
 
 def set_up_jax(cpu_devices: int = 1) -> None:
     """Keep compiled programs in the user's cache folder, so that later starts load them,
-    and make `cpu_devices` devices of the CPU. To be called before JAX first computes.
+    and make `cpu_devices` devices of the CPU, with threads enough. To be called before JAX first
+    computes.
 
     JAX's own environment variables, such as JAX_COMPILATION_CACHE_DIR and JAX_NUM_CPU_DEVICES, take
     precedence.

@@ -121,8 +121,8 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if (output := getattr(session.config, "workeroutput", None)) is not None:
         output["left_out"] = dict(session.config.stash[LEFT_OUT])
-    # pytest searches for garbage five times at the end, a second or more each, and after five
-    # seconds xdist interrupts it.
+    # At the end, pytest searches for garbage five times, a second or more each, until xdist loses
+    # patience and sends an interrupt. What is frozen is not searched.
     gc.freeze()
 
 
