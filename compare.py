@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 
 from gptlite.cli import CompareArguments, exit_on_error, parse_compare
-from gptlite.config import Config, UserError
+from gptlite.config import Config
+from gptlite.errors import UserError
 
 FOLDER = Path("comparisons")
 
@@ -20,14 +21,15 @@ def main() -> None:
 def compare(arguments: CompareArguments, variants: dict[str, Config]) -> None:
     # Imported here, because --help should not wait for JAX.
     from gptlite.custom import custom_arguments, load_custom
-    from gptlite.files import lock, write_atomically
-    from gptlite.progress import log, progress_bar
+    from gptlite.machine.files import lock, write_atomically
+    from gptlite.machine.progress import log, progress_bar
+    from gptlite.machine.runtime import set_up_jax
     from gptlite.research import plots
     from gptlite.research.comparison import Comparison
     from gptlite.research.report import table, to_csv
-    from gptlite.runtime import set_up_jax
+    from gptlite.runs.plots import save_picture
+    from gptlite.runs.tokenizers import make_tokenizer
     from gptlite.text.corpus import open_corpus
-    from gptlite.text.tokenizer import make_tokenizer
     from gptlite.text.tokens import require_documents, split_corpus
 
     data = arguments.config.data
@@ -82,7 +84,7 @@ def compare(arguments: CompareArguments, variants: dict[str, Config]) -> None:
         try:
             write_atomically(folder / "table.csv", to_csv(results))
             write_atomically(folder / "table.txt", shown + "\n")
-            plots.save(plots.comparison(results), folder / "comparison.png")
+            save_picture(plots.comparison(results), folder / "comparison.png")
         except OSError as error:
             log(f"{shown}\n")
             raise UserError(f"{folder} cannot be written: {error.strerror}.") from error

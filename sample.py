@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from gptlite.cli import SampleArguments, exit_on_error, parse_sample
-from gptlite.config import UserError, require
-from gptlite.progress import log, printable
+from gptlite.errors import UserError, require
+from gptlite.machine.progress import log, printable
 
 # Bytes. A model reads the end of a long prompt only.
 MAX_PROMPT = 2**22
@@ -25,8 +25,8 @@ def sample(arguments: SampleArguments) -> None:
 
     from gptlite.generation.generate import stream
     from gptlite.generation.text import TextStream
+    from gptlite.machine.runtime import set_up_jax
     from gptlite.runs.load import load_any
-    from gptlite.runtime import set_up_jax
 
     # Two, as in training: for more, generating is too little work.
     set_up_jax(cpu_devices=math.gcd(2, arguments.num_samples))

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gptlite.cli import ServeArguments, exit_on_error, parse_serve
-from gptlite.config import UserError, require
-from gptlite.progress import log
+from gptlite.errors import UserError, require
+from gptlite.machine.progress import log
 
 
 def main() -> None:
@@ -23,8 +23,8 @@ def serve(arguments: ServeArguments, environment: Mapping[str, str]) -> None:
         from gptlite.serving.server import is_loopback, open_socket, run_server
     except ImportError as error:
         raise UserError(f'{error}. serve.py needs: pip install -e ".[serve]"') from error
+    from gptlite.machine.runtime import set_up_jax
     from gptlite.runs.load import load_any
-    from gptlite.runtime import set_up_jax
 
     api_key = arguments.api_key or environment.get("GPTLITE_API_KEY") or None
     is_sendable = api_key is None or (api_key.isascii() and api_key.isprintable())

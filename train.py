@@ -12,7 +12,7 @@ import time
 
 from gptlite.cli import TrainArguments, exit_on_error, parse_train, settings
 from gptlite.config import parse_lora
-from gptlite.processes import (
+from gptlite.machine.processes import (
     check_same,
     count,
     is_first,
@@ -38,35 +38,37 @@ def train(arguments: TrainArguments) -> None:
     import jax
     import jax.numpy as jnp
 
+    from gptlite.adapters import with_adapters
     from gptlite.custom import custom_arguments, custom_blocks, load_custom
     from gptlite.estimate.hardware import describe
     from gptlite.estimate.largest import largest_step
     from gptlite.estimate.report import report
     from gptlite.estimate.step import compile_step
     from gptlite.generation.generate import generate
-    from gptlite.models.gpt import make_model
-    from gptlite.models.lora import with_adapters
-    from gptlite.models.summary import count_parameters, summary
-    from gptlite.progress import log
-    from gptlite.pytrees import size_of
-    from gptlite.research import plots
+    from gptlite.inspect.summary import summary
+    from gptlite.machine.memory import require_memory
+    from gptlite.machine.progress import log
+    from gptlite.machine.pytrees import count_parameters, size_of
+    from gptlite.machine.runtime import set_up_jax
+    from gptlite.machine.stop import Stop
     from gptlite.runs.display import Display
     from gptlite.runs.find import check_free, find_run, new_run
     from gptlite.runs.folder import RunFolder
-    from gptlite.runs.load import load_any, load_tokenizer
-    from gptlite.runs.trackers import Trackers, check_installed
+    from gptlite.runs.load import load_any
+    from gptlite.runs.model import make_model
+    from gptlite.runs.plots import losses, save_picture
+    from gptlite.runs.tokenizers import load_tokenizer, make_tokenizer
     from gptlite.runs.weights import fill, gather_to_first, named_arrays
-    from gptlite.runtime import require_memory, set_up_jax, usable_cpu_devices
-    from gptlite.sharding import check_tensor, constrain_parameters, make_mesh
+    from gptlite.sharding import check_tensor, constrain_parameters, make_mesh, usable_cpu_devices
     from gptlite.text.batches import Batches
     from gptlite.text.corpus import open_corpus
-    from gptlite.text.tokenizer import decode, make_tokenizer
+    from gptlite.text.tokenizer import decode
     from gptlite.text.tokens import require_documents, split_corpus
+    from gptlite.trackers import Trackers, check_installed
     from gptlite.training.evaluate import Evaluation, bits_per_byte
     from gptlite.training.fit import fit
     from gptlite.training.frozen import frozen_in, trainable
     from gptlite.training.step import TrainSteps
-    from gptlite.training.stop import Stop
 
     training, mesh_config = arguments.config.training, arguments.config.mesh
     resuming, trackers = arguments.resume is not None, arguments.log.names
@@ -256,7 +258,7 @@ def train(arguments: TrainArguments) -> None:
         if not is_first():
             return
         try:
-            plots.save(plots.losses(run.curves()), path / "loss.png")
+            save_picture(losses(run.curves()), path / "loss.png")
         except OSError as error:
             log(f"the curves could not be drawn: {error}")
     # A prompt of characters that the tokenizer knows, for the suggested command.

@@ -77,7 +77,7 @@ def find_device(device: str) -> str:
 
 def find_peak(kind: str, given: float | None) -> float | None:
     """FLOP/s; None, after a message, if they are not known."""
-    from gptlite.config import UserError
+    from gptlite.errors import UserError
     from gptlite.estimate.hardware import peak_flops
 
     if given is not None:

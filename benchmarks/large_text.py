@@ -30,8 +30,8 @@ DOCUMENT = 2000  # characters
 def encode(path: Path, kind: str, folder: Path) -> dict[str, float]:
     """Megabytes a second, and memory, from the file to its ids."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    from gptlite.runs.tokenizers import make_tokenizer
     from gptlite.text.corpus import open_corpus
-    from gptlite.text.tokenizer import make_tokenizer
     from gptlite.text.tokens import split_corpus
 
     name = f"hf:{path}" if path.suffix == ".jsonl" else str(path)
@@ -61,8 +61,8 @@ def encode(path: Path, kind: str, folder: Path) -> dict[str, float]:
 def encode_alone(path: Path, kind: str) -> float:
     """Megabytes a second of the tokenizer, on documents that are in memory."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    from gptlite.runs.tokenizers import make_tokenizer
     from gptlite.text.corpus import open_corpus
-    from gptlite.text.tokenizer import make_tokenizer
 
     with path.open(encoding="utf-8") as file:
         texts = [json.loads(line)["text"] for line, _ in zip(file, range(5000), strict=False)]
@@ -76,7 +76,7 @@ def encode_alone(path: Path, kind: str) -> float:
 
 def train(name: str, folder: Path) -> Round:
     """Rounds of `STEPS` steps of `quick` on the corpus `name`."""
-    from gptlite.runtime import set_up_jax
+    from gptlite.machine.runtime import set_up_jax
 
     set_up_jax(2)
     import jax
@@ -84,10 +84,10 @@ def train(name: str, folder: Path) -> Round:
     from gptlite.config import OptimizerConfig, TrainingConfig
     from gptlite.models.gpt import GPT
     from gptlite.presets import PRESETS
+    from gptlite.runs.tokenizers import make_tokenizer
     from gptlite.sharding import make_mesh
     from gptlite.text.batches import Batches
     from gptlite.text.corpus import load_corpus
-    from gptlite.text.tokenizer import make_tokenizer
     from gptlite.text.tokens import split_corpus
     from gptlite.training.fit import fit
     from gptlite.training.step import TrainSteps
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokenizers", nargs="+", default=["tiktoken:gpt2", "bpe:4096"])
     arguments = parser.parse_args()
-    from gptlite.config import UserError
+    from gptlite.errors import UserError
     from gptlite.presets import PRESETS
     from gptlite.text.corpus import load_corpus
 

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gptlite import SamplingConfig, generate
-from gptlite.runs.hugging_face import export_run, load_hf
+from gptlite.hugging_face.folder import export_run, load_hf
 from gptlite.text.tokenizer import decode
 
 PROMPTS = (

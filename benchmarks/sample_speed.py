@@ -34,8 +34,8 @@ def make_round(shape: Shape, batch_size: int, new_tokens: int, repeats: int) -> 
 
     from gptlite.config import SamplingConfig
     from gptlite.generation.generate import generate, prepare
+    from gptlite.machine.runtime import set_up_jax
     from gptlite.models.gpt import GPT
-    from gptlite.runtime import set_up_jax
 
     set_up_jax(cpu_devices=math.gcd(2, batch_size))  # as sample.py
     model = eqx.filter_jit(GPT)(shape.model, shape.vocab_size, key=jax.random.key(0))

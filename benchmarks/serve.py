@@ -152,10 +152,10 @@ def export_shape(name: str, folder: Path) -> None:
     import jax
 
     from gptlite.config import Config
+    from gptlite.hugging_face.folder import export_run
     from gptlite.models.gpt import GPT
     from gptlite.presets import PRESETS
-    from gptlite.runs.hugging_face import export_run
-    from gptlite.runs.load import Run
+    from gptlite.runs.run import Run
     from gptlite.text.tokenizer import CharTokenizer
 
     wanted = PRESETS[name.lower()][1].model

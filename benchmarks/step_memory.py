@@ -23,7 +23,7 @@ def main() -> None:
 
     from gptlite.estimate.hardware import HARDWARE
     from gptlite.estimate.program import work
-    from gptlite.runtime import set_up_jax
+    from gptlite.machine.runtime import set_up_jax
 
     os.environ["JAX_NUM_CPU_DEVICES"] = "8"
     set_up_jax()
@@ -69,9 +69,9 @@ def compile_step(
     import jax
 
     from gptlite.models.gpt import GPT
+    from gptlite.nn.kernels import head
     from gptlite.presets import PRESETS
     from gptlite.sharding import make_mesh
-    from gptlite.training import loss
     from gptlite.training.step import TrainSteps
 
     config = PRESETS[preset][1]
@@ -91,12 +91,12 @@ def compile_step(
         lambda key: GPT(shape, vocab[0], padded_vocab_size=vocab[1], key=key), jax.random.key(0)
     )
     train_steps = TrainSteps(model, optimizer, training, mesh)
-    default = loss.MAX_LOGITS
-    loss.MAX_LOGITS = default if most is None else most
+    default = head.MAX_LOGITS
+    head.MAX_LOGITS = default if most is None else most
     try:
         return train_steps.lowered(model, shape.context_length).compile()
     finally:
-        loss.MAX_LOGITS = default
+        head.MAX_LOGITS = default
 
 
 if __name__ == "__main__":

@@ -65,10 +65,10 @@ def learn(preset: str, words: list[str], seconds: float) -> list[str]:
 def encode(arguments: argparse.Namespace) -> list[list[str]]:
     """Megabytes a second of each tokenizer, and of the same one in Hugging Face's library."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    from gptlite.config import UserError
+    from gptlite.errors import UserError
+    from gptlite.hugging_face.tokenizer import HFTokenizer, to_hf_tokenizer
+    from gptlite.runs.tokenizers import make_tokenizer
     from gptlite.text.corpus import load_corpus
-    from gptlite.text.hf_tokenizer import HFTokenizer, to_hf_tokenizer
-    from gptlite.text.tokenizer import make_tokenizer
 
     corpus = load_corpus(arguments.corpora[0])
     text = corpus.text

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from gptlite.nn import WHOLE_SEQUENCE, Heads, Linear, RMSNorm
-from gptlite.nn.product import widen
+from gptlite.nn.dtypes import widen
 
 
 class GatedLinearAttention(eqx.Module):

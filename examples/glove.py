@@ -22,15 +22,16 @@ import numpy as np
 import tyro
 
 from gptlite.cli import exit_on_error
-from gptlite.config import ModelConfig, OptimizerConfig, TrainingConfig, require
+from gptlite.config import ModelConfig, OptimizerConfig, TrainingConfig
+from gptlite.errors import require
+from gptlite.family.glove import read_glove
+from gptlite.machine.pytrees import is_parameter
+from gptlite.machine.runtime import set_up_jax
 from gptlite.models.gpt import GPT
 from gptlite.nn import Embedding
-from gptlite.runtime import set_up_jax
 from gptlite.text.batches import Batches, split_windows
 from gptlite.text.corpus import load_corpus
-from gptlite.text.glove import read_glove
 from gptlite.training.loss import window_losses
-from gptlite.training.optimizer import is_parameter
 from gptlite.training.train import train
 
 WORDS = 2_000

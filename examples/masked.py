@@ -21,11 +21,12 @@ import scipy.optimize
 import tyro
 
 from gptlite.cli import exit_on_error
-from gptlite.config import ModelConfig, OptimizerConfig, TrainingConfig, require
-from gptlite.models.encoder import Encoder
-from gptlite.models.summary import count_parameters
+from gptlite.config import ModelConfig, OptimizerConfig, TrainingConfig
+from gptlite.errors import require
+from gptlite.family.encoder import Encoder
+from gptlite.machine.pytrees import count_parameters
+from gptlite.machine.runtime import set_up_jax
 from gptlite.nn import Linear
-from gptlite.runtime import set_up_jax
 from gptlite.text.corpus import load_corpus
 from gptlite.text.tokenizer import CharTokenizer
 from gptlite.training.loss import cross_entropy

@@ -16,10 +16,10 @@ import tyro
 
 from gptlite.cli import exit_on_error
 from gptlite.config import ModelConfig, OptimizerConfig, TrainingConfig
-from gptlite.generation.beam_search import beam_search
-from gptlite.models.seq2seq import Seq2Seq, shift_right
-from gptlite.models.summary import count_parameters
-from gptlite.runtime import set_up_jax
+from gptlite.family.beam_search import beam_search
+from gptlite.family.seq2seq import Seq2Seq, shift_right
+from gptlite.machine.pytrees import count_parameters
+from gptlite.machine.runtime import set_up_jax
 from gptlite.training.loss import cross_entropy
 from gptlite.training.train import train
 

@@ -20,12 +20,13 @@ import numpy as np
 import tyro
 
 from gptlite.cli import exit_on_error
-from gptlite.config import OptimizerConfig, TrainingConfig, require
-from gptlite.generation.beam_search import beam_search
-from gptlite.models.seq2seq import Seq2Seq, shift_right
-from gptlite.models.summary import count_parameters
-from gptlite.presets import VASWANI
-from gptlite.runtime import set_up_jax
+from gptlite.config import OptimizerConfig, TrainingConfig
+from gptlite.errors import require
+from gptlite.family.beam_search import beam_search
+from gptlite.family.presets import VASWANI
+from gptlite.family.seq2seq import Seq2Seq, shift_right
+from gptlite.machine.pytrees import count_parameters
+from gptlite.machine.runtime import set_up_jax
 from gptlite.text.corpus import load_corpus
 from gptlite.training.loss import cross_entropy
 from gptlite.training.train import train

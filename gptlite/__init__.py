@@ -10,7 +10,7 @@ compiled program has no checks.
 import jaxtyping
 import lazy_loader
 
-from gptlite import typecheck as typecheck
+from gptlite.machine import typecheck as typecheck
 
 # Not gptlite.config: it has its own error messages, and must import quickly. Not what is called for
 # every token outside of compiled programs: a check takes 25 microseconds.
@@ -21,14 +21,15 @@ jaxtyping.install_import_hook(
             "text",
             "nn",
             "models",
+            "inspect",
             "training",
-            "generation.beam_search",
+            "family",
             "generation.generate",
             "generation.sampling",
             "research",
         )
     ],
-    "gptlite.typecheck.typechecker",
+    "gptlite.machine.typecheck.typechecker",
 )
 
 # The names are listed in __init__.pyi, and imported on first use: `--help` must not wait for JAX.

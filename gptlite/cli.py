@@ -13,23 +13,15 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from gptlite.config import (
-    MAX_INT32,
-    Between,
-    Config,
-    DistributedConfig,
-    LogConfig,
-    ModelConfig,
-    SamplingConfig,
-    UserError,
-    check_fields,
-    require,
-    split_options,
-)
+from gptlite.config import Config, ModelConfig, SamplingConfig
 from gptlite.custom import custom_blocks, resolve_custom
-from gptlite.files import check_folder_name
+from gptlite.errors import UserError, require
+from gptlite.machine.block_names import split_options
+from gptlite.machine.fields import MAX_INT32, Between, check_fields
+from gptlite.machine.files import check_folder_name
+from gptlite.machine.processes import DistributedConfig
+from gptlite.machine.progress import print_error, printable, sentence_of
 from gptlite.presets import PRESETS
-from gptlite.progress import print_error, printable, sentence_of
 from gptlite.runs.find import find_run
 from gptlite.runs.saved_config import (
     RESUMABLE,
@@ -42,6 +34,34 @@ DEFAULT_PRESET = "quick"
 # Stand for a custom block and a corpus that are not given with --resume.
 NOT_NAMED = "FILE.py:CLASS"
 NOT_GIVEN = "that of the run"
+
+
+TRACKERS = ("tensorboard", "wandb", "trackio")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """Where a run is shown while it trains, besides metrics.jsonl."""
+
+    to: str = ""
+    """Dashboards, separated by commas: tensorboard (files in the run's folder), wandb (Weights &
+    Biases; offline with WANDB_MODE=offline) and trackio. Each needs its package: pip install -e
+    ".[tensorboard]". They get losses, learning rate, gradient norm, speed and samples. One that
+    fails is left out, and training goes on."""
+
+    def __post_init__(self):
+        check_fields("log.", self)
+        wrong = [name for name in self.names if name not in TRACKERS]
+        require(
+            not wrong and len(set(self.names)) == len(self.names),
+            f"log.to must be some of {', '.join(TRACKERS)}, each once and separated by commas, got "
+            f"{self.to!r}.",
+        )
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the dashboards."""
+        return self.to.split(",") if self.to else []
 
 
 @dataclass(frozen=True)
@@ -362,8 +382,8 @@ def _named_again(saved: Config, given: ModelConfig) -> Config:
 def _begun_from(preset: Config, name: str) -> Config:
     """`preset` with the shape and the tokenizer of another model."""
     if name.startswith("hf:"):
-        from gptlite.hub import find_folder
-        from gptlite.runs.hugging_face import load_hf_config  # imports JAX
+        from gptlite.hugging_face.folder import load_hf_config  # imports JAX
+        from gptlite.hugging_face.hub import find_folder
 
         model, tokenizer = load_hf_config(find_folder(name.removeprefix("hf:"))), name
     else:

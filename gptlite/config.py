@@ -3,153 +3,28 @@
 This module imports nothing heavy, so that `--help` answers at once.
 """
 
-import functools
-import inspect
 import math
-import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import NoneType, UnionType
 from typing import (
-    TYPE_CHECKING,
     Annotated,
-    Any,
     Literal,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
 )
 
 import tyro
 
+from gptlite.errors import UserError, require
+from gptlite.machine.block_names import (
+    CUSTOM,
+    CUSTOM_FIELDS,
+    BlockChoice,
+    BlockNames,
+    custom_name,
+    split_options,
+)
+from gptlite.machine.fields import MAX_INT32, Between, check_fields
 
-class UserError(ValueError):
-    """What the user asked for cannot be done. The message is a full sentence for the user."""
-
-
-def require(holds: bool, sentence: str) -> None:
-    """Raise `UserError(sentence)` unless `holds`."""
-    if not holds:
-        raise UserError(sentence)
-
-
-# Array sizes and counts: JAX indexes with 32 bits.
-MAX_INT32 = 2**31 - 1
-# The largest number in float32.
-MAX_FLOAT32 = 3.4e38
-
-
-@dataclass(frozen=True)
-class Between:
-    """Bounds of a number, for `Annotated`: `low <= value <= high`, with `above` `low < value`. NaN
-    is out of bounds."""
-
-    low: float
-    high: float = MAX_FLOAT32
-    above: bool = False
-
-    def check(self, name: str, value: Any) -> None:
-        """**Raises:** `UserError` if `value` is out of bounds."""
-        low = "above" if self.above else "at least"
-        is_plain = self.high == MAX_FLOAT32 and value <= self.high
-        high = "" if is_plain else f" and at most {self.high}"
-        require(
-            self.low <= value <= self.high and not (self.above and value == self.low),
-            f"{name} must be {low} {self.low}{high}, got {value}.",
-        )
-
-
-@dataclass(frozen=True)
-class BlockNames:
-    """The names of blocks that a field may have, in `Annotated`; with `custom`, also the name of a
-    custom block. The block's own options may follow the name: see `split_options`."""
-
-    names: tuple[str, ...]
-    custom: bool = True
-
-    def check(self, name: str, value: Any) -> None:
-        """**Raises:** `UserError` if `value` names none of these."""
-        block, _ = split_options(value)
-        more = ", or FILE.py:CLASS for a custom block" if self.custom else ""
-        require(
-            block in self.names or (self.custom and is_custom(block)),
-            f"{name} must be one of {', '.join(self.names)}{more}, got {value!r}.",
-        )
-
-
-def check_value(name: str, value: Any, kind: Any) -> None:
-    """Check `value` against an annotation: its type (an int passes as a float, a bool does not
-    pass as an int), the choices of a `Literal`, and the bounds in an `Annotated`.
-
-    **Raises:** `UserError`, which names what would be right.
-    """
-    kind, *notes = (
-        (kind.__origin__, *kind.__metadata__) if get_origin(kind) is Annotated else [kind]
-    )
-    if get_origin(kind) is Literal:
-        choices = get_args(kind)
-        require(value in choices, f"{name} must be one of {', '.join(choices)}, got {value!r}.")
-        return
-    union = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-    kinds = tuple(get_origin(k) or k for k in union)
-    if value is None and NoneType in kinds:
-        return
-    accepted = (*kinds, int) if float in kinds else kinds
-    words = " or ".join("None" if k is NoneType else k.__name__ for k in kinds)
-    require(
-        isinstance(value, accepted) and (bool in kinds or not isinstance(value, bool)),
-        f"{name} must be {words}, got {value!r}.",
-    )
-    for note in notes:  # others may be tyro's
-        if isinstance(note, Between | BlockNames):
-            note.check(name, value)
-
-
-@functools.cache
-def _hints(kind: type) -> Mapping[str, Any]:
-    return get_type_hints(kind, include_extras=True)
-
-
-def check_fields(section: str, config: Any) -> None:
-    """`check_value` for every field of the dataclass `config`."""
-    for name, kind in _hints(type(config)).items():
-        check_value(f"{section}{name}", getattr(config, name), kind)
-
-
-# The name of a block, with its own options; in Python, also the class of a custom block.
-if TYPE_CHECKING:
-    BlockChoice = str | type
-else:
-    BlockChoice = str
-# Loaded custom blocks, by their name in a config.
-CUSTOM: dict[str, type] = {}
-# The fields of `ModelConfig` that take a custom block.
-CUSTOM_FIELDS = ("block", "norm", "attention", "mlp")
 MLPS = ("gelu", "silu", "relu", "relu2", "tanh", "sigmoid", "identity", "swiglu", "geglu", "moe")
-
-
-def split_options(value: BlockChoice) -> tuple[str, Mapping[str, str]]:
-    """A block and its own options: of `moe:n_experts=8:balance_loss=0.1`, `moe` and a dict of two
-    strings; of `FILE.py:CLASS:rank=4`, `FILE.py:CLASS` and a dict of one."""
-    name, *options = re.split(r":(?=\w+=)", str(value))
-    return name, dict(option.split("=", 1) for option in options)
-
-
-def is_custom(value: str) -> bool:
-    """Whether `value` names a custom block, `FILE.py:CLASS`."""
-    # A class that is not at the top of its file has dots in its name.
-    return value.isprintable() and re.fullmatch(r".+\.py:[A-Za-z_][\w.<>]*", value) is not None
-
-
-def custom_name(block: type) -> str:
-    """`FILE.py:CLASS`."""
-    try:
-        file = os.path.relpath(inspect.getfile(block))
-    except (TypeError, OSError, ValueError):  # typed at a prompt; on another drive
-        file = f"{block.__module__}.py"
-    return f"{file}:{block.__qualname__}"
 
 
 @dataclass(frozen=True)
@@ -574,85 +449,6 @@ class MeshConfig:
             "--training.cpu-devices says how many there are).",
         )
         return sizes[0], sizes[1], sizes[2]
-
-
-@dataclass(frozen=True)
-class DistributedConfig:
-    """Several processes that train one run. Each is started with the same command, but for
-    --distributed.process, and with the same folder, which they share. Under SLURM (srun), Open MPI
-    and on TPUs, JAX finds all of this by itself."""
-
-    coordinator: str | None = None
-    """HOST:PORT, a free port of the machine of process 0, which all processes can reach."""
-
-    processes: Annotated[int | None, Between(1, MAX_INT32)] = None
-    """The number of processes."""
-
-    process: Annotated[int | None, Between(0, MAX_INT32)] = None
-    """The number of this process: 0, 1, 2, ..."""
-
-    connect_seconds: Annotated[int, Between(1, MAX_INT32)] = 300
-    """How long to wait at the start for the other processes."""
-
-    missing_seconds: Annotated[int, Between(1, MAX_INT32)] = 100
-    """A process that has not been heard of for so long counts as dead, and the others end."""
-
-    def __post_init__(self):
-        check_fields("distributed.", self)
-        given = [x is not None for x in (self.coordinator, self.processes, self.process)]
-        require(
-            all(given) or not any(given),
-            "distributed.coordinator, distributed.processes and distributed.process belong "
-            "together: give all three, or none.",
-        )
-        require(
-            self.coordinator is None
-            or (
-                re.fullmatch(r"\S+:\d{1,5}", self.coordinator) is not None
-                and 0 < self.address[1] < 2**16
-            ),
-            "distributed.coordinator must be HOST:PORT, with a port from 1 to 65535, got "
-            f"{self.coordinator!r}.",
-        )
-        require(
-            (self.process or 0) < (self.processes or 1),
-            f"distributed.process must be below distributed.processes, {self.processes}, got "
-            f"{self.process}.",
-        )
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """Host and port of the coordinator, which must be given."""
-        host, _, port = str(self.coordinator).rpartition(":")
-        return host.strip("[]"), int(port)
-
-
-TRACKERS = ("tensorboard", "wandb", "trackio")
-
-
-@dataclass(frozen=True)
-class LogConfig:
-    """Where a run is shown while it trains, besides metrics.jsonl."""
-
-    to: str = ""
-    """Dashboards, separated by commas: tensorboard (files in the run's folder), wandb (Weights &
-    Biases; offline with WANDB_MODE=offline) and trackio. Each needs its package: pip install -e
-    ".[tensorboard]". They get losses, learning rate, gradient norm, speed and samples. One that
-    fails is left out, and training goes on."""
-
-    def __post_init__(self):
-        check_fields("log.", self)
-        wrong = [name for name in self.names if name not in TRACKERS]
-        require(
-            not wrong and len(set(self.names)) == len(self.names),
-            f"log.to must be some of {', '.join(TRACKERS)}, each once and separated by commas, got "
-            f"{self.to!r}.",
-        )
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the dashboards."""
-        return self.to.split(",") if self.to else []
 
 
 @dataclass(frozen=True)

@@ -16,19 +16,17 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from gptlite.config import (
+from gptlite.config import Config, ModelConfig
+from gptlite.errors import UserError, require
+from gptlite.machine.block_names import (
     CUSTOM,
     CUSTOM_FIELDS,
     BlockChoice,
-    Config,
-    ModelConfig,
-    UserError,
     custom_name,
     is_custom,
-    require,
     split_options,
 )
-from gptlite.files import read_json
+from gptlite.machine.files import read_json
 
 
 def custom_blocks(config: ModelConfig) -> dict[str, str]:
@@ -148,7 +146,7 @@ def load_class(name: str) -> type:
         sys.path.insert(0, str(path.parent))
         try:
             # Its annotations are checked as the package's are.
-            hook = jaxtyping.install_import_hook(stem, "gptlite.typecheck.typechecker")
+            hook = jaxtyping.install_import_hook(stem, "gptlite.machine.typecheck.typechecker")
             with hook, _source_only():
                 module = importlib.import_module(stem)
         except Exception as error:

@@ -7,7 +7,7 @@ from typing import Annotated
 import tyro
 
 from gptlite.cli import exit_on_error, parse_words
-from gptlite.progress import log
+from gptlite.machine.progress import log
 from gptlite.runs.find import find_run
 
 
@@ -26,8 +26,8 @@ def main(
         debug: Show where in the code an error came from.
     """
     # Imported here, because --help should not wait for JAX.
-    from gptlite.models.hugging_face import to_hf_config
-    from gptlite.runs.hugging_face import export_run
+    from gptlite.hugging_face.architectures import to_hf_config
+    from gptlite.hugging_face.folder import export_run
     from gptlite.runs.load import load_run
     from gptlite.runs.saved_config import load_config
 

@@ -33,26 +33,6 @@ GPT2_SMALL = ModelConfig(
     init="gpt2",
 )
 
-# The base model of Vaswani et al., 2017 (table 3), for `Seq2Seq` and `Encoder`: post-LayerNorm,
-# ReLU, sinusoidal positions on scaled embeddings, which are also the head. (In the paper, attention
-# has no biases.)
-VASWANI = ModelConfig(
-    n_layers=6,
-    n_heads=8,
-    d_model=512,
-    context_length=512,
-    block="post",
-    norm="layer",
-    mlp="relu",
-    positions="sinusoidal",
-    scale_embedding=True,
-    embed_previous=0,
-    qk_norm=False,
-    bias=True,
-    tied_head=True,
-    dropout=0.1,
-    attention_dropout=0.1,
-)
 
 _S = dataclasses.replace(
     GPT2_SMALL, n_layers=4, n_heads=4, d_model=128, context_length=64, bias=False

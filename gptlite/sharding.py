@@ -21,15 +21,14 @@ from typing import Any, TypeVar
 import equinox as eqx
 import jax
 import jax.flatten_util
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Int, PRNGKeyArray
+from jaxtyping import Array, Int
 
-from gptlite.config import MeshConfig, ModelConfig, UserError
-from gptlite.pytrees import is_array, is_stacked, path_name
-from gptlite.row_keys import row_key
+from gptlite.config import MeshConfig, ModelConfig, TrainingConfig
+from gptlite.errors import UserError
+from gptlite.machine.pytrees import is_array, is_stacked, path_name
 
 T = TypeVar("T")
 
@@ -45,14 +44,23 @@ MESH_AXES = {
     "all": ("fsdp", "tensor", "data"),
 }
 
-# Bytes of the largest model that is copied to each device of a CPU, to generate: see `row_mesh`.
-MAX_COPIED = 2**25
 
 # Matrices `[d_out, d_in]`, by their module. Those that read the residual stream are cut along their
 # outputs, those that write to it along their inputs. So a tensor-parallel branch needs one sum, at
 # its end.
 BY_OUTPUT = ("query", "key", "value", "gate", "up", "head", "embedding", "previous")
 BY_INPUT = ("output", "down")
+
+
+def usable_cpu_devices(training: TrainingConfig, mesh: MeshConfig) -> int:
+    """As many as `mesh` has, if it says it; else `training.cpu_devices`, reduced so that the
+    devices share a batch evenly."""
+    rows = training.batch_size // (training.accumulation or 1)
+    sizes = (mesh.data, mesh.fsdp, mesh.tensor)
+    if -1 not in sizes and math.prod(sizes) <= 1024:
+        return math.prod(sizes)
+    tensor = max(1, mesh.tensor)
+    return tensor * math.gcd(max(1, training.cpu_devices // tensor), rows)
 
 
 def make_mesh(
@@ -126,7 +134,7 @@ def parameter_spec(path: str, shape: Sequence[int], mesh: Any) -> PartitionSpec:
         cut = ("tensor", "fsdp")
     elif module in BY_INPUT:
         cut = ("fsdp", "tensor")
-    return _spec((*(None,) * (len(shape) - 2), *cut), shape, mesh)
+    return spec_for((*(None,) * (len(shape) - 2), *cut), shape, mesh)
 
 
 def place(tree: T, mesh: Mesh) -> T:
@@ -164,15 +172,16 @@ def replicate(tree: T, mesh: Mesh) -> T:
 
 def is_whole(tree: Any) -> bool:
     """Whether every device holds all of the arrays of `tree`."""
-    return all(x.is_fully_replicated for x in _arrays(tree))
+    return all(x.is_fully_replicated for x in arrays_of(tree))
 
 
 def is_on_cpu(tree: Any) -> bool:
     """Whether the arrays of `tree` are on devices of a CPU."""
-    return all(device.platform == "cpu" for x in _arrays(tree) for device in x.devices())
+    return all(device.platform == "cpu" for x in arrays_of(tree) for device in x.devices())
 
 
-def _arrays(tree: Any) -> list[jax.Array]:
+def arrays_of(tree: Any) -> list[jax.Array]:
+    """The arrays in `tree`."""
     return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
 
 
@@ -223,24 +232,24 @@ def batch_skeleton(shape: tuple[int, ...], mesh: Mesh) -> jax.ShapeDtypeStruct:
 def constrain(x: Array, *axes: str | None) -> Array:
     """`x` with its last axes sharded as `axes` say: names in `MESH_AXES`, or None. An axis that the
     devices do not divide evenly is not sharded."""
-    mesh = _mesh()
+    mesh = current_mesh()
     if mesh is None:
         return x
     wanted = (*(None,) * (x.ndim - len(axes)), *axes[max(0, len(axes) - x.ndim) :])
     names = [None if axis is None else MESH_AXES[axis] for axis in wanted]
-    return jax.lax.with_sharding_constraint(x, _spec(names, x.shape, mesh))
+    return jax.lax.with_sharding_constraint(x, spec_for(names, x.shape, mesh))
 
 
 def constrain_parameters(tree: T) -> T:
     """`tree`, inside a compiled function, sharded as `place` does it."""
-    mesh = _mesh()
+    mesh = current_mesh()
     return tree if mesh is None else _shard(tree, mesh, jax.lax.with_sharding_constraint)
 
 
 def gathered(module: T, path: str) -> T:
     """`module`, the part of a model at `path`, with its parameters gathered from the devices of
     `fsdp`. Their gradients are cut again as soon as they are computed."""
-    mesh = _mesh()
+    mesh = current_mesh()
     if mesh is None or mesh.shape["fsdp"] == 1:
         return module
 
@@ -254,123 +263,19 @@ def gathered(module: T, path: str) -> T:
     return jax.tree_util.tree_map_with_path(gather, module)
 
 
-def map_over_devices(function: Callable[[Array], Array], x: Array) -> Array:
-    """`function(x)` with the first axis sharded over all devices. The function must treat each
-    `x[i]` independently."""
-    mesh = _mesh()
-    if mesh is None:
-        return function(x)
-    count = len(x)
-    padding = [(0, -count % math.prod(mesh.shape[axis] for axis in AXES))]
-    rest = (None,) * (x.ndim - 1)
-    x = jnp.pad(x, padding + [(0, 0)] * len(rest))
-    # Step by step, each of them one exchange at most. Left to itself, the compiler would gather
-    # all of `x` on each device.
-    cut = (*rest[:-1], "shards")
-    x = constrain(constrain(x, None, *cut), "shards", *rest)
-    y = constrain(function(constrain(x, "all", *rest)), "all", *rest)
-    return constrain(constrain(y, "shards", *rest), None, *cut)[:count]
-
-
-def n_row_shards() -> int:
-    """How many devices `mean_by_rows` divides a batch over."""
-    mesh = _mesh()
-    if mesh is None or mesh.shape["fsdp"] * mesh.shape["tensor"] > 1:
-        return 1
-    return mesh.shape["data"]
-
-
-def mean_by_rows(
-    function: Callable[[Any, Any, PRNGKeyArray], T], shared: Any, rows: Any, key: PRNGKeyArray
-) -> T:
-    """The mean of `function(shared, rows, key)` over the `n_row_shards` equal shards of a batch's
-    rows, each on its device. `key` draws for each row what it draws if one device has all rows.
-
-    For gradients: what a device computes is exchanged once, when it is complete. Left to itself,
-    the compiler would exchange each layer's gradient when it is computed, in every micro-batch.
-    """
-    n_shards = n_row_shards()
-    if n_shards == 1:
-        return function(shared, rows, key)
-
-    def on_device(shared, rows, key):
-        out = function(shared, rows, row_key(key, jax.lax.axis_index("data"), n_shards))
-        if not targets_cpu():
-            return jax.lax.pmean(out, "data")
-        # As one array: each one that the devices of a CPU exchange takes 50 µs, whatever its size.
-        flat, unravel = jax.flatten_util.ravel_pytree(out)
-        return unravel(jax.lax.pmean(flat, "data"))
-
-    return jax.shard_map(
-        on_device,
-        in_specs=(PartitionSpec(), PartitionSpec("data"), PartitionSpec()),
-        out_specs=PartitionSpec(),
-        check_vma=False,
-    )(shared, rows, key)
-
-
-def row_mesh(rows: int, model: Any) -> Mesh | None:
-    """A mesh of devices that share `rows` rows evenly, each with the whole of `model`. None if that
-    is one device, the model is on another one, or a mesh is set already.
-
-    The devices of a CPU read their copies of the model from one memory. Where the model is larger
-    than the processor's cache, several devices are no faster than one, so it is not copied.
-    """
-    devices, arrays = jax.local_devices(), _arrays(model)
-    count = math.gcd(len(devices), rows)
-    too_large = is_on_cpu(model) and sum(x.nbytes for x in arrays) > MAX_COPIED
-    elsewhere = any(devices[0] not in x.devices() for x in arrays)
-    is_set = not jax.sharding.get_abstract_mesh().empty
-    if count == 1 or too_large or elsewhere or is_set:
-        return None
-    return make_mesh(devices=devices[:count])
-
-
-def map_rows(function: Callable[[Any, Any], T], mesh: Mesh | None, shared: Any, rows: Any) -> T:
-    """`function(shared, rows)`, in which each device of `mesh` (None: the current one) computes
-    its share of the rows: the first axis of the arrays in `rows` and in the result. Scalars in
-    `rows` are shared.
-
-    By `shard_map`, so that each device's program is that of its rows alone: for a single row, it
-    has no batch axis."""
-    if mesh is None:
-        return function(shared, rows)
-    arrays, rest = eqx.partition(shared, eqx.is_array)
-    specs = jax.tree.map(lambda x: PartitionSpec("data") if x.ndim else PartitionSpec(), rows)
-    return jax.shard_map(
-        lambda arrays, rows: function(eqx.combine(arrays, rest), rows),
-        mesh=mesh,
-        in_specs=(PartitionSpec(), specs),
-        out_specs=PartitionSpec("data"),
-        check_vma=False,
-    )(arrays, rows)
-
-
-def map_heads(function: Callable[..., Any], *arrays: Array) -> Array:
-    """`function(*arrays)`, of arrays and a result `[batch, heads, ...]`, in which each device
-    computes its share of the rows and heads: for kernels, which the compiler does not divide."""
-    mesh = _mesh()
-    if mesh is None:
-        return function(*arrays)
-    specs = [_spec([MESH_AXES["batch"], MESH_AXES["heads"]], x.shape[:2], mesh) for x in arrays]
-    return jax.shard_map(function, in_specs=tuple(specs), out_specs=specs[0], check_vma=False)(
-        *arrays
-    )
-
-
 def n_shards(axis: str, length: int) -> int:
     """Over how many devices `constrain` cuts an axis of that length, which is named as there."""
-    mesh = _mesh()
+    mesh = current_mesh()
     if mesh is None:
         return 1
-    (names,) = _spec([MESH_AXES[axis]], [length], mesh)
+    (names,) = spec_for([MESH_AXES[axis]], [length], mesh)
     names = () if names is None else (names,) if isinstance(names, str) else names
     return math.prod(mesh.shape[name] for name in names)
 
 
 def is_sharded(axis: str) -> bool:
     """Whether there are several devices along an axis of the mesh."""
-    mesh = _mesh()
+    mesh = current_mesh()
     return mesh is not None and mesh.shape[axis] > 1
 
 
@@ -400,7 +305,7 @@ def _device_kind() -> str:
     return "" if device is None else device.device_kind
 
 
-def _mesh() -> Any:
+def current_mesh() -> Any:
     """The current mesh, if it has several devices for one model. None inside `shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     if not set(AXES) <= set(mesh.shape) or mesh.manual_axes:
@@ -419,7 +324,7 @@ def _shard(tree: T, mesh: Any, put: Callable[[Any, NamedSharding], Any]) -> T:
     return jax.tree_util.tree_map_with_path(of, tree)
 
 
-def _spec(axes: Sequence[Any], shape: Sequence[int], mesh: Any) -> PartitionSpec:
+def spec_for(axes: Sequence[Any], shape: Sequence[int], mesh: Any) -> PartitionSpec:
     """`axes`, with None where an axis has one device, or does not divide the length."""
 
     def fitting(axis, length):

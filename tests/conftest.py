@@ -24,10 +24,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiktoken
 from hypothesis import settings
 
-from gptlite.config import ModelConfig, UserError
+from gptlite.config import ModelConfig
+from gptlite.errors import UserError
 from gptlite.models.gpt import GPT
+from gptlite.text.tokenizer import PATTERNS
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
@@ -339,3 +342,11 @@ def tiktoken_gpt2():
     if "TIKTOKEN_CACHE_DIR" not in os.environ:
         pytest.skip("tiktoken's files are not in a shared folder beside the clone")
     return tiktoken.get_encoding("gpt2")
+
+
+def own_encoding() -> tiktoken.Encoding:
+    """A byte-pair encoding with three merges, that needs no file."""
+    ranks = {bytes([i]): i for i in range(256)} | {b"th": 256, b"the": 257, b" a": 258}
+    return tiktoken.Encoding(
+        "own", pat_str=PATTERNS[0], mergeable_ranks=ranks, special_tokens={"<|end|>": 300}
+    )

@@ -17,17 +17,11 @@ from hypothesis import given, settings, strategies as st
 
 import sample
 import train
-from gptlite.cli import SampleArguments, TrainArguments, parse_sample, parse_train
-from gptlite.config import (
-    BlockNames,
-    Config,
-    DistributedConfig,
-    LogConfig,
-    OptimizerConfig,
-    SamplingConfig,
-    TrainingConfig,
-    UserError,
-)
+from gptlite.cli import LogConfig, SampleArguments, TrainArguments, parse_sample, parse_train
+from gptlite.config import Config, OptimizerConfig, SamplingConfig, TrainingConfig
+from gptlite.errors import UserError
+from gptlite.machine.block_names import BlockNames
+from gptlite.machine.processes import DistributedConfig
 
 TINY = [
     "--model.n-layers=1",
@@ -348,8 +342,8 @@ import resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (24 * 2**30, 24 * 2**30))
 sys.argv = ["train.py", *{TINY!r}, "--data.corpus", "text.txt", "--model.d-model", "16384",
     "--model.d-ff", "1000000", "--run", "x"]
-import gptlite.runtime
-gptlite.runtime.free_memory = lambda: 2**50
+import gptlite.machine.runtime
+gptlite.machine.memory.free_memory = lambda: 2**50
 import train
 train.main()
 """

@@ -18,14 +18,16 @@ from jaxtyping import TypeCheckError
 
 from gptlite import load_run
 from gptlite.cli import parse_sample, parse_train
-from gptlite.config import CUSTOM, Config, ModelConfig, UserError
+from gptlite.config import Config, ModelConfig
 from gptlite.custom import custom_arguments, custom_sources, load_custom, resolve_custom
-from gptlite.files import write_json
+from gptlite.errors import UserError
+from gptlite.machine.block_names import CUSTOM
+from gptlite.machine.files import write_json
 from gptlite.models.gpt import GPT
 from gptlite.nn import RMSNorm
 from gptlite.runs.saved_config import changed_sources, load_config, save_config
+from gptlite.runs.tokenizers import make_tokenizer
 from gptlite.runs.weights import Evaluated, named_arrays, save_weights
-from gptlite.text.tokenizer import make_tokenizer
 
 SOURCE = """
 import pathlib
@@ -207,7 +209,7 @@ def test_a_compiled_file_beside_the_source_is_not_executed(file, tmp_path, monke
     stem = file.removesuffix(".py")
     Path(file).write_text("open('planted', 'w')")
     sys.path.insert(0, str(tmp_path))
-    with jaxtyping.install_import_hook(stem, "gptlite.typecheck.typechecker"):
+    with jaxtyping.install_import_hook(stem, "gptlite.machine.typecheck.typechecker"):
         importlib.import_module(stem)
     sys.path.remove(str(tmp_path))
     forget(stem)

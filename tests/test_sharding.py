@@ -16,7 +16,8 @@ from conftest import ROOT, tiny_model
 from jax.sharding import AbstractMesh, PartitionSpec as P
 from support import meshes
 
-from gptlite.config import MeshConfig, ModelConfig, UserError
+from gptlite.config import MeshConfig, ModelConfig
+from gptlite.errors import UserError
 from gptlite.runs.weights import named_arrays
 from gptlite.sharding import (
     AXES,
@@ -36,7 +37,7 @@ MIXED = "(2, 2, 2)"
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """What meshes.py finds with eight devices, and threads enough for them to wait for each other
-    (see gptlite/runtime.py)."""
+    (see gptlite/machine/runtime.py)."""
     devices = {"JAX_NUM_CPU_DEVICES": "8", "NPROC": "16"}
     done = subprocess.run(
         [sys.executable, ROOT / "tests" / "support" / "meshes.py"],

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gptlite.config import UserError, require
+from gptlite.errors import UserError, require
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from gptlite.estimate.hardware import Hardware
 from gptlite.estimate.step import CompiledStep, compile_step, memory_share, usable_memory
-from gptlite.progress import log
+from gptlite.machine.progress import log
 from gptlite.sharding import size_on_device
 from gptlite.training.step import TrainSteps
 

@@ -18,17 +18,19 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from gptlite.config import SamplingConfig, UserError, require
+from gptlite.config import SamplingConfig
+from gptlite.errors import UserError, require
 from gptlite.generation.sampling import Sampling, sample
+from gptlite.machine.memory import require_memory
+from gptlite.machine.pytrees import size_of
 from gptlite.models.gpt import GPT
 from gptlite.nn.attention import Heads
 from gptlite.nn.cache import Cache, read_at
 from gptlite.nn.context import PerSequence
+from gptlite.nn.kernels.rows import map_rows, row_mesh
 from gptlite.nn.linear import Linear, TransposedLinear
 from gptlite.nn.mlp import MLP, GatedMLP
-from gptlite.pytrees import size_of
-from gptlite.runtime import require_memory
-from gptlite.sharding import is_on_cpu, is_whole, map_rows, replicate, row_mesh
+from gptlite.sharding import is_on_cpu, is_whole, replicate
 
 # Tokens generated in one compiled call: few enough to stream smoothly, enough to hide the call.
 TOKENS_PER_CALL = 32

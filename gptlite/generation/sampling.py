@@ -8,7 +8,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from gptlite.config import MAX_INT32, SamplingConfig
+from gptlite.config import SamplingConfig
+from gptlite.machine.fields import MAX_INT32
 
 # Filters look at so many of the most probable tokens first: that takes an 80th of the time that
 # sorting 50,000 does.

@@ -15,15 +15,11 @@ from typing import Annotated, Any, get_args
 import jax
 from jaxtyping import PRNGKeyArray
 
-from gptlite.config import (
-    CUSTOM,
-    Between,
-    ModelConfig,
-    UserError,
-    check_value,
-    split_options,
-)
-from gptlite.nn.attention import Attention, CrossAttention, Heads, ValueResidual
+from gptlite.config import ModelConfig
+from gptlite.errors import UserError
+from gptlite.machine.block_names import CUSTOM, split_options
+from gptlite.machine.fields import Between, check_value
+from gptlite.nn.attention import Attention, Heads, ValueResidual
 from gptlite.nn.block import Block, ParallelBlock, PostNorm, PreNorm, SandwichNorm
 from gptlite.nn.mlp import ACTIVATIONS, MLP, GatedMLP, MoE, gelu, silu
 from gptlite.nn.norms import DyT, LayerNorm, RMSNorm
@@ -41,48 +37,26 @@ Count = Annotated[int, Between(1, 10_000_000)]
 Epsilon = Annotated[float, Between(0.0, 1.0, above=True)]
 
 
-def make_block(
-    config: ModelConfig,
-    key: PRNGKeyArray,
-    *,
-    causal: bool = True,
-    cross_attention: bool = False,
-) -> Any:
-    """One layer as `config` describes it: of a `GPT`; with `causal` False, of an encoder; with
-    `cross_attention`, of a decoder that reads an encoder.
-
-    **Raises:** `UserError` if `config.block` cannot have cross-attention.
-    """
-    if not cross_attention:
-        return make_part("block", config, key, causal=causal)
-    residual = ("pre", "post", "sandwich")
-    if config.block not in residual:
-        raise UserError(
-            f"The block of an encoder-decoder must be one of {', '.join(residual)}, got "
-            f"{config.block}."
-        )
-    return make_part("block", config, key, causal=causal, cross_attention=True)
+def make_block(config: ModelConfig, key: PRNGKeyArray, *, causal: bool = True) -> Any:
+    """One layer as `config` describes it: of a `GPT`, or without `causal` of an encoder."""
+    return make_part("block", config, key, causal=causal)
 
 
 def _residual_block(residual: Any, n_norms: int) -> Callable[..., Any]:
-    def make(config, *, causal=True, cross_attention=False, key):
-        attention_key, mlp_key, cross_key, *norm_keys = jax.random.split(key, 3 + 3 * n_norms)
+    def make(config, *, causal=True, key):
+        attention_key, mlp_key, _, *norm_keys = jax.random.split(key, 3 + 2 * n_norms)
 
         def make_residual(i):
             keys = norm_keys[i * n_norms : (i + 1) * n_norms]
             return residual(*[make_part("norm", config, key) for key in keys])
 
-        block = Block(
+        return Block(
             attention=make_part("attention", config, attention_key, causal=causal),
             attention_residual=make_residual(0),
             mlp=make_part("mlp", config, mlp_key),
             mlp_residual=make_residual(1),
             dropout=config.dropout,
         )
-        if not cross_attention:
-            return block
-        cross = CrossAttention(make_heads(config, cross_key), config.attention_dropout)
-        return dataclasses.replace(block, cross_attention=cross, cross_residual=make_residual(2))
 
     return make
 
@@ -350,8 +324,7 @@ def parse_options(name: str, make: Callable[..., Any], given: Mapping[str, str])
     known = {
         option: parameter
         for option, parameter in inspect.signature(make).parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY
-        and option not in ("key", "causal", "cross_attention")
+        if parameter.kind is parameter.KEYWORD_ONLY and option not in ("key", "causal")
     }
     options = {}
     for option, text in given.items():

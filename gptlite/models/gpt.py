@@ -10,35 +10,15 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from gptlite.config import ModelConfig, UserError, parse_lora, require
+from gptlite.config import ModelConfig
+from gptlite.errors import UserError, require
 from gptlite.models.build import make_block
-from gptlite.models.lora import with_adapters
 from gptlite.models.transformer import Transformer
 from gptlite.nn.cache import Cache, read_at, write_at
 from gptlite.nn.context import WHOLE_SEQUENCE, Context, PerSequence, document_starts
-from gptlite.nn.linear import Linear, project
+from gptlite.nn.linear import Linear, capped, project
 from gptlite.nn.stack import Layers, Stack
 from gptlite.sharding import constrain, gathered
-from gptlite.text.tokenizer import Tokenizer
-
-
-def make_model(config: ModelConfig, tokenizer: Tokenizer, *, key: PRNGKeyArray) -> "GPT":
-    """A `GPT` for the ids of `tokenizer`.
-
-    **Raises:** `UserError` if documents are to be separate, and the tokenizer has no end-of-text
-    token.
-    """
-    ends = tokenizer.end_ids if config.separate_documents else ()
-    model = GPT(
-        config,
-        tokenizer.vocab_size,
-        padded_vocab_size=tokenizer.padded_vocab_size,
-        separator=ends[0] if ends else None,
-        key=key,
-    )
-    if config.lora is None:
-        return model
-    return with_adapters(model, parse_lora(config.lora), key=key)
 
 
 class GPT(Transformer):
@@ -200,9 +180,3 @@ class GPT(Transformer):
         layers = self.stack.init_cache(batch, capacity, dtype, context)
         ids = jnp.full((*batch, len(self.previous) + capacity), -1, jnp.int32)
         return Cache(layers, ids, jnp.zeros((), jnp.int32))
-
-
-def capped(logits: Float[Array, "*batch vocab"], cap: float | None) -> Float[Array, "*batch vocab"]:
-    """`cap · tanh(logits / cap)`, a smooth bound (Bello et al., 2016; Gemma 2, 2024). None: no
-    bound."""
-    return logits if cap is None else cap * jnp.tanh(logits / cap)

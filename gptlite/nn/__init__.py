@@ -1,7 +1,7 @@
 """The parts that all models are built from."""
 
-from gptlite.nn.attention import Attention, CrossAttention, Heads, MemoryKV, ValueResidual
-from gptlite.nn.block import Block, BlockCache, ParallelBlock, PostNorm, PreNorm, SandwichNorm
+from gptlite.nn.attention import Attention, Heads, ValueResidual
+from gptlite.nn.block import Block, ParallelBlock, PostNorm, PreNorm, SandwichNorm
 from gptlite.nn.cache import Cache, KVCache
 from gptlite.nn.context import WHOLE_SEQUENCE, Context
 from gptlite.nn.dot_product import attend, causal_mask

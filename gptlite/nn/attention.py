@@ -1,4 +1,4 @@
-"""Multi-head attention: of a sequence to itself, and of a decoder to an encoder's output."""
+"""Multi-head attention of a sequence to itself."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +12,8 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 from gptlite.nn.cache import KVCache
 from gptlite.nn.context import WHOLE_SEQUENCE, Context, PerSequence
 from gptlite.nn.dot_product import Keys, Queries, attend, causal_mask
-from gptlite.nn.layout import split_columns, swap_heads
+from gptlite.nn.kernels.layout import split_columns, swap_heads
+from gptlite.nn.kernels.sums import thrice
 from gptlite.nn.linear import Linear, TransposedLinear
 from gptlite.nn.norms import RMSNorm
 from gptlite.nn.positions import ALiBi, NoPositions, RelativeBias, Rotary
@@ -120,7 +121,7 @@ class Heads(eqx.Module):
         layers = (self.query, self.key, self.value)
         joined = self._joined_layer() if fused and self.qkv_layer is None else self.qkv_layer
         if joined is None:
-            return [layer(x) for layer, x in zip(layers, _thrice(x), strict=True)]
+            return [layer(x) for layer, x in zip(layers, thrice(x), strict=True)]
         return split_columns(joined(x), tuple(len(layer.weight) for layer in layers))
 
     def split(
@@ -213,7 +214,7 @@ class Attention(eqx.Module):
     ) -> Float[Array, "*batch heads seq keys"]:
         """The attention weights of a call with the same arguments, without dropout."""
         q, k, _, cache = self._qkv(x, cache, context)
-        return self._attend(q, k, _identity(k), context, cache is not None, None)
+        return self._attend(q, k, identity_values(k), context, cache is not None, None)
 
     def _qkv(
         self, x: Float[Array, "*batch seq d_model"], cache: KVCache | None, context: Context
@@ -261,80 +262,12 @@ class Attention(eqx.Module):
         )
 
 
-class MemoryKV(eqx.Module):
-    """The keys and values that one layer of a decoder makes of an encoder's output."""
-
-    keys: Keys
-    values: Keys
-    lengths: PerSequence | None
-    """How many of the encoder's tokens are real. None: all."""
-
-
-class CrossAttention(eqx.Module):
-    """Multi-head attention of a decoder to an encoder's output (Vaswani et al., 2017, section
-    3.2.3)."""
-
-    heads: Heads
-    dropout: float = eqx.field(static=True, default=0.0)
-
-    def read(
-        self, memory: Float[Array, "*batch keys d_model"], lengths: PerSequence | None = None
-    ) -> MemoryKV:
-        """The keys and values of an encoder's output, the same for every token of the target."""
-        return MemoryKV(
-            keys=self.heads.split(self.heads.key(memory), self.heads.key_norm),
-            values=self.heads.split(self.heads.value(memory)),
-            lengths=lengths,
-        )
-
-    def __call__(
-        self,
-        x: Float[Array, "*batch seq d_model"],
-        memory: MemoryKV,
-        *,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "*batch seq d_model"]:
-        """`key` switches dropout on."""
-        return self.heads.join(self._attend(x, memory, memory.values, key))
-
-    def weights(
-        self,
-        x: Float[Array, "*batch seq d_model"],
-        memory: MemoryKV,
-        *,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "*batch heads seq keys"]:
-        """As `Attention.weights`."""
-        return self._attend(x, memory, _identity(memory.keys), None)
-
-    def _attend(
-        self,
-        x: Float[Array, "*batch seq d_model"],
-        memory: MemoryKV,
-        values: Float[Array, "*batch kv_heads keys d_value"],
-        key: PRNGKeyArray | None,
-    ) -> Float[Array, "*batch heads seq d_value"]:
-        q = self.heads.split(self.heads.query(x), self.heads.query_norm)
-        mask = padding_mask(memory.keys.shape[-2], memory.lengths)
-        return attend(q, memory.keys, values, None, mask, dropout=self.dropout, dropout_key=key)
-
-
 def padding_mask(keys: int, lengths: PerSequence | None) -> Bool[Array, "*rows 1 1 keys"] | None:
     """False for keys that are padding; None if there is no padding."""
     return None if lengths is None else (jnp.arange(keys) < lengths[..., None])[..., None, None, :]
 
 
-def _identity(keys: Keys) -> Float[Array, "*batch kv_heads keys keys"]:
+def identity_values(keys: Keys) -> Float[Array, "*batch kv_heads keys keys"]:
     """Values for which the output of attention is its weights."""
     n = keys.shape[-2]
     return jnp.broadcast_to(jnp.eye(n, dtype=keys.dtype), (*keys.shape[:-1], n))
-
-
-@jax.custom_vjp
-def _thrice(x: Array) -> tuple[Array, Array, Array]:
-    """`x` for queries, keys and values. Gradients are added in the order in which XLA's GPU
-    compiler lets each product add its result to that of the one before."""
-    return x, x, x
-
-
-_thrice.defvjp(lambda x: ((x, x, x), None), lambda _, grads: (grads[0] + (grads[1] + grads[2]),))

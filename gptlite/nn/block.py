@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from gptlite.config import UserError
-from gptlite.nn.attention import MemoryKV
+from gptlite.errors import UserError
 from gptlite.nn.context import WHOLE_SEQUENCE, Context, PerSequence
+from gptlite.nn.kernels.sums import add_by_rows
 
 
 class PreNorm(eqx.Module):
@@ -24,7 +24,7 @@ class PreNorm(eqx.Module):
 
     def after(self, x: Float[Array, "*batch d"], y: Array) -> Float[Array, "*batch d"]:
         """The residual stream `x` with the branch's output `y`."""
-        return _add(x, y)
+        return add_by_rows(x, y)
 
 
 class PostNorm(eqx.Module):
@@ -41,7 +41,7 @@ class PostNorm(eqx.Module):
 
     def after(self, x: Float[Array, "*batch d"], y: Array) -> Float[Array, "*batch d"]:
         """The residual stream `x` with the branch's output `y`."""
-        return self.norm(_add(x, y))
+        return self.norm(add_by_rows(x, y))
 
 
 class SandwichNorm(eqx.Module):
@@ -65,18 +65,10 @@ class SandwichNorm(eqx.Module):
 Residual = PreNorm | PostNorm | SandwichNorm
 
 
-class BlockCache(eqx.Module):
-    """What a block with cross-attention keeps."""
-
-    attention: Any
-    memory: MemoryKV
-
-
 class Block(eqx.Module):
-    """Attention, optional cross-attention, and an MLP, each with a residual connection.
+    """Attention and an MLP, each with a residual connection.
 
     - `attention` is any module with the call and the `init_cache` of `Attention`.
-    - `cross_attention` is a `CrossAttention`, or None.
     - `mlp` is any module from `[*batch, seq, d_model]` to the same shape. If it has a method
       `aux_loss(x, lengths)`, as `MoE` has, the block returns what that returns.
     """
@@ -85,8 +77,6 @@ class Block(eqx.Module):
     attention_residual: Residual
     mlp: Any
     mlp_residual: Residual
-    cross_attention: Any = None
-    cross_residual: Residual | None = None
     dropout: float = eqx.field(static=True, default=0.0)
 
     def init_cache(
@@ -96,12 +86,8 @@ class Block(eqx.Module):
         dtype: DTypeLike,
         context: Context = WHOLE_SEQUENCE,
     ) -> Any:
-        """An empty cache for sequences with the leading axes `batch`. With cross-attention, it
-        holds `context.memory`."""
-        cache = self.attention.init_cache(batch, capacity, dtype)
-        if self.cross_attention is None:
-            return cache
-        return BlockCache(cache, self._read_memory(context))
+        """An empty cache for sequences with the leading axes `batch`."""
+        return self.attention.init_cache(batch, capacity, dtype)
 
     def first_values(
         self, x: Float[Array, "*batch seq d_model"]
@@ -118,33 +104,34 @@ class Block(eqx.Module):
         key: PRNGKeyArray | None = None,
     ) -> tuple[Float[Array, "*batch seq d_model"], Any, Float[Array, ""]]:
         """The output, the cache with `x` added (None without a cache), and the auxiliary loss.
-        `key` switches dropout on.
+        `key` switches dropout on."""
+        keys = split_key(key, 5)  # two are for a branch between these
+        x, cache = self._add_attention(x, cache, context, keys[0], keys[1])
+        x, aux_loss = self._add_mlp(x, context, keys[4])
+        return x, cache, aux_loss
 
-        **Raises:** `ValueError` (while tracing) if there is cross-attention, and neither a cache
-        nor `context.memory`.
-        """
-        keys = split_key(key, 5)
-        self_cache = cache.attention if isinstance(cache, BlockCache) else cache
+    def _add_attention(
+        self,
+        x: Float[Array, "*batch seq d_model"],
+        cache: Any,
+        context: Context,
+        key: PRNGKeyArray | None,
+        drop_key: PRNGKeyArray | None,
+    ) -> tuple[Float[Array, "*batch seq d_model"], Any]:
         h = self.attention_residual.before(x)
-        out = self.attention(h, self_cache, context, key=keys[0])
-        y, self_cache = checked(self.attention, out, h, "y", "cache")
-        x = self.attention_residual.after(x, drop(y, self.dropout, keys[1]))
-        if self.cross_attention is None:
-            cache = self_cache
-        else:
-            assert self.cross_residual is not None
-            memory = self._read_memory(context) if cache is None else cache.memory
-            y = self.cross_attention(self.cross_residual.before(x), memory, key=keys[2])
-            x = self.cross_residual.after(x, drop(y, self.dropout, keys[3]))
-            cache = None if cache is None else BlockCache(self_cache, memory)
+        out = self.attention(h, cache, context, key=key)
+        y, cache = checked(self.attention, out, h, "y", "cache")
+        return self.attention_residual.after(x, drop(y, self.dropout, drop_key)), cache
+
+    def _add_mlp(
+        self,
+        x: Float[Array, "*batch seq d_model"],
+        context: Context,
+        drop_key: PRNGKeyArray | None,
+    ) -> tuple[Float[Array, "*batch seq d_model"], Float[Array, ""]]:
         h = self.mlp_residual.before(x)
         y, aux_loss = run_mlp(self.mlp, h, context.lengths)
-        return self.mlp_residual.after(x, drop(y, self.dropout, keys[4])), cache, aux_loss
-
-    def _read_memory(self, context: Context) -> MemoryKV:
-        if context.memory is None:
-            raise ValueError("A block with cross-attention needs a cache or context.memory.")
-        return self.cross_attention.read(context.memory, context.memory_lengths)
+        return self.mlp_residual.after(x, drop(y, self.dropout, drop_key)), aux_loss
 
 
 class ParallelBlock(eqx.Module):
@@ -191,13 +178,6 @@ class ParallelBlock(eqx.Module):
         y, aux_loss = run_mlp(self.mlp, h, context.lengths)
         attended, y = drop(attended, self.dropout, keys[1]), drop(y, self.dropout, keys[2])
         return x + attended + y, cache, aux_loss
-
-
-def _add(x: Float[Array, "*batch d"], y: Array) -> Float[Array, "*batch d"]:
-    """`x + y`, row by row: a GPU's product of rows then adds `x` to its result, and `x` is not
-    copied before."""
-    rows = (-1, x.shape[-1])
-    return (x.reshape(rows) + y.reshape(rows)).reshape(x.shape)
 
 
 def drop(x: Float[Array, "*axes"], rate: float, key: PRNGKeyArray | None) -> Float[Array, "*axes"]:

@@ -10,9 +10,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from gptlite.nn.context import Start
-from gptlite.nn.fused_attention import fused_attention
+from gptlite.nn.kernels.fused_attention import fused_attention
+from gptlite.nn.kernels.product import product
 from gptlite.nn.positions import token_positions
-from gptlite.nn.product import product
 
 # Causal attention is computed for blocks of at least this many queries, and at most so many blocks.
 BLOCK, MAX_BLOCKS = 128, 8

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from gptlite.nn.product import product, wide_dtype
+from gptlite.nn.dtypes import wide_dtype
+from gptlite.nn.kernels.product import product
 
 
 class Linear(eqx.Module):
@@ -67,6 +68,12 @@ def project(
 ) -> Float[Array, "*batch d_out"]:
     """`x Wᵀ` as one product over all rows, in `dtype`: see `product`."""
     return _by_rows(lambda rows: product(rows, weight, dtype), x)
+
+
+def capped(logits: Float[Array, "*batch vocab"], cap: float | None) -> Float[Array, "*batch vocab"]:
+    """`cap · tanh(logits / cap)`, a smooth bound (Bello et al., 2016; Gemma 2, 2024). None: no
+    bound."""
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def _by_rows(multiply: Callable[[Array], Array], x: Array) -> Array:

@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from gptlite.config import UserError
+from gptlite.errors import UserError
 from gptlite.nn.context import Start
 from gptlite.nn.embedding import Embedding
+from gptlite.nn.kernels.sums import add_to_each
 
 
 class NoPositions(eqx.Module):
@@ -56,7 +57,7 @@ class Learned(eqx.Module):
                 f"Learned positions end at context_length {context}, got a sequence of {seq}."
             )
         if isinstance(start, int):  # the gradient of a slice costs less than that of a lookup
-            return _add_to_each(x, self.weight[start : start + seq])
+            return add_to_each(x, self.weight[start : start + seq])
         return x + self.weight[token_positions(seq, start)]
 
 
@@ -210,25 +211,3 @@ def _frequencies(d: int, theta: float = 10_000.0) -> Float[Array, " pairs"]:
             f"Rotary and sinusoidal positions pair channels up; d must be even, got {d}."
         )
     return theta ** (-jnp.arange(0, d, 2, dtype=jnp.float32) / d)
-
-
-@jax.custom_vjp
-def _add_to_each(
-    x: Float[Array, "*batch seq d"], table: Float[Array, "seq d"]
-) -> Float[Array, "*batch seq d"]:
-    """`x + table`.
-
-    The gradient of `table` is a product with ones. For a sum over the batch, XLA's GPU compiler
-    would store the residual stream of all layers with the batch as its last axis.
-    """
-    return x + table
-
-
-def _backward(_, grad):
-    rows = grad.reshape(-1, math.prod(grad.shape[-2:]))
-    ones = jnp.ones((1, len(rows)), grad.dtype)
-    summed = jnp.matmul(ones, rows, preferred_element_type=grad.dtype)
-    return grad, summed.reshape(grad.shape[-2:])
-
-
-_add_to_each.defvjp(lambda x, table: (x + table, None), _backward)

@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from gptlite.config import require
+from gptlite.errors import require
 from gptlite.nn.block import checked, split_key
 from gptlite.nn.context import WHOLE_SEQUENCE, Context
 from gptlite.sharding import constrain, gathered

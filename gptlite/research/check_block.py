@@ -37,11 +37,12 @@ import numpy as np
 import tyro
 
 from gptlite.cli import exit_on_error, parse_words
-from gptlite.config import ModelConfig, UserError, is_custom, require, split_options
+from gptlite.config import ModelConfig
 from gptlite.custom import load_class
+from gptlite.errors import UserError, require
+from gptlite.machine.block_names import is_custom, split_options
+from gptlite.machine.pytrees import count_parameters, path_name
 from gptlite.models.build import parse_options
-from gptlite.models.summary import count_parameters
-from gptlite.pytrees import path_name
 from gptlite.research.checks import CHECKS, inapplicable
 from gptlite.research.subject import Kind, make_subject
 

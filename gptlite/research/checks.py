@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gptlite.config import require
+from gptlite.errors import require
+from gptlite.machine.pytrees import cast, inside, path_name
 from gptlite.nn.stack import Stack
-from gptlite.pytrees import path_name
 from gptlite.research.subject import (
     BATCH,
     Subject,
@@ -21,8 +21,6 @@ from gptlite.research.subject import (
     modules_in,
     run_compiled,
 )
-from gptlite.training.optimizer import inside
-from gptlite.training.step import cast
 
 # Tolerances, as a share of the largest number that is compared.
 # float32 has a precision of 6e-8. Sums of some hundred terms in another order differ by about ten

@@ -15,14 +15,17 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from gptlite.config import MAX_INT32, Config, UserError
+from gptlite.config import Config
 from gptlite.custom import custom_sources
-from gptlite.files import is_plausible, read_json, write_json
-from gptlite.models.gpt import make_model
-from gptlite.models.summary import activation_bytes, count_parameters, flops_per_token
+from gptlite.errors import UserError
+from gptlite.inspect.summary import activation_bytes, flops_per_token
+from gptlite.machine.fields import MAX_INT32
+from gptlite.machine.files import is_plausible, read_json, write_json
+from gptlite.machine.memory import free_memory
+from gptlite.machine.pytrees import count_parameters
 from gptlite.research.seeds import SeedsProgress, fit_seeds
 from gptlite.research.statistics import Verdict, judge
-from gptlite.runtime import free_memory
+from gptlite.runs.model import abstract_model
 from gptlite.text.tokenizer import Tokenizer
 from gptlite.text.tokens import Split
 from gptlite.training.frozen import trainable
@@ -207,8 +210,7 @@ class Comparison:
         return count_parameters(skeleton), flops
 
     def _skeleton(self, config: Config) -> Any:
-        key = jax.random.key(0)
-        return eqx.filter_eval_shape(make_model, config.model, self._tokenizer, key=key)
+        return abstract_model(config.model, self._tokenizer)
 
     def _relative_speed(self, config: Config, at_once: int) -> float:
         """The base's seconds per step over the variant's, in short interleaved runs of both."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gptlite.config import Config
-from gptlite.models.gpt import make_model
+from gptlite.runs.model import make_model
 from gptlite.sharding import SEEDS, seeds_mesh
 from gptlite.text.batches import Batches
 from gptlite.text.tokenizer import Tokenizer

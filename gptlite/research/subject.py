@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gptlite.config import UserError, require
-from gptlite.models.encoder import Encoder
-from gptlite.models.seq2seq import Seq2Seq
+from gptlite.errors import UserError, require
+from gptlite.family.encoder import Encoder
+from gptlite.family.seq2seq import Seq2Seq
 from gptlite.nn.context import Context
 
 BATCH = 3

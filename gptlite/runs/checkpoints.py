@@ -29,9 +29,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, UInt32
 
-from gptlite.config import UserError, check_value, require
-from gptlite.files import is_plausible
-from gptlite.processes import RESUME, publish
+from gptlite.errors import UserError, require
+from gptlite.machine.fields import check_value
+from gptlite.machine.files import is_plausible
+from gptlite.machine.processes import RESUME, publish
 from gptlite.runs.weights import check_shapes, fill, named_leaves
 from gptlite.sharding import whole
 from gptlite.training.fit import Position

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gptlite.progress import log, progress_bar
+from gptlite.machine.progress import log, progress_bar
 
 # Without a terminal: a line at each evaluation, and after this many seconds without a line.
 SECONDS_BETWEEN_LINES = 10.0

@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-from gptlite.config import UserError
-from gptlite.files import check_folder_name
+from gptlite.errors import UserError
+from gptlite.machine.files import check_folder_name
 
 RUNS_FOLDER = Path("runs")
 

@@ -35,9 +35,10 @@ import jax
 import numpy as np
 from filelock import AcquireReturnProxy
 
-from gptlite.config import Config, UserError, require
+from gptlite.config import Config
 from gptlite.custom import custom_arguments
-from gptlite.files import (
+from gptlite.errors import UserError, require
+from gptlite.machine.files import (
     lock,
     open_regular,
     remove,
@@ -46,9 +47,9 @@ from gptlite.files import (
     write_atomically,
     write_json,
 )
-from gptlite.processes import count, is_first, of_first, wait_for_first
-from gptlite.progress import log
-from gptlite.pytrees import size_of
+from gptlite.machine.processes import count, is_first, of_first, wait_for_first
+from gptlite.machine.progress import log
+from gptlite.machine.pytrees import size_of
 from gptlite.runs import metrics
 from gptlite.runs.checkpoints import Checkpoint, Checkpoints, Record, list_steps
 from gptlite.runs.find import check_free

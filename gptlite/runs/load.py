@@ -2,35 +2,21 @@
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-import equinox as eqx
-import jax
-
-from gptlite.config import BlockChoice, Config, ModelConfig, UserError, require
 from gptlite.custom import load_custom, resolve_custom
-from gptlite.files import read_json
-from gptlite.models.gpt import GPT, make_model
-from gptlite.models.lora import merged
-from gptlite.progress import log
+from gptlite.errors import UserError, require
+from gptlite.machine.block_names import BlockChoice
+from gptlite.machine.progress import log
 from gptlite.runs.find import find_run
+from gptlite.runs.model import abstract_model
+from gptlite.runs.run import Run
 from gptlite.runs.saved_config import changed_sources, load_config
+from gptlite.runs.tokenizers import load_tokenizer
 from gptlite.runs.weights import fill, load_weights, named_arrays
-from gptlite.text.tokenizer import MAX_TOKENIZER, Tokenizer, tokenizer_from_json
 from gptlite.training.frozen import frozen_in
-
-
-@dataclass(frozen=True)
-class Run:
-    """A trained model, and the config and tokenizer of its run."""
-
-    path: Path
-    config: Config
-    tokenizer: Tokenizer
-    model: GPT
 
 
 def load_run(
@@ -57,19 +43,22 @@ def load_run(
         log(f"{changed} has changed since {path} began.")
     tokenizer = load_tokenizer(path)
 
-    def shapes(config: ModelConfig) -> GPT:
-        return eqx.filter_eval_shape(make_model, config, tokenizer, key=jax.random.key(0))
-
     if which == "best" and not (path / "best.safetensors").exists():
         raise UserError(
             f"The run {path} has no best weights. (The first evaluation saves them.) Use its "
             "last ones (sample.py --weights last), or resume it (train.py --resume)."
         )
     file = path / f"{which}.safetensors"
-    model = load_weights(file, shapes(config.model), frozen_in(config))
+    model = load_weights(file, abstract_model(config.model, tokenizer), frozen_in(config))
     if config.model.lora is not None:
+        from gptlite.adapters import merged
+
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, lora=None))
-        model = fill(shapes(config.model), named_arrays(merged(model)), f"The weights {file}")
+        model = fill(
+            abstract_model(config.model, tokenizer),
+            named_arrays(merged(model)),
+            f"The weights {file}",
+        )
     return Run(path, config, tokenizer, model)
 
 
@@ -80,19 +69,8 @@ def load_any(
 ) -> Run:
     """The run in a folder or of a name in `runs/`; for `hf:NAME`, a model of Hugging Face."""
     if name is not None and name.startswith("hf:"):
-        from gptlite.runs.hugging_face import load_hf  # its imports take time
+        from gptlite.hugging_face.folder import load_hf  # its imports take time
 
         require(which == "best", f"{name} has one set of weights: leave --weights last out.")
         return load_hf(name.removeprefix("hf:"))
     return load_run(find_run(name, which), which, custom=custom)
-
-
-def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of the run in the folder `path`.
-
-    **Raises:** `UserError` if it is missing or damaged.
-    """
-    try:
-        return tokenizer_from_json(read_json(path / "tokenizer.json", 2 * MAX_TOKENIZER))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path / 'tokenizer.json'} cannot be read: {error}") from error

@@ -7,9 +7,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from gptlite.config import Config, DataConfig, ModelConfig, UserError, require
+from gptlite.config import Config, DataConfig, ModelConfig
 from gptlite.custom import custom_sources
-from gptlite.files import read_bounded, read_json, write_atomically, write_json
+from gptlite.errors import UserError, require
+from gptlite.machine.files import read_bounded, read_json, write_atomically, write_json
 
 # Fields that `--resume` may change, besides the name of the same text.
 RESUMABLE = {

@@ -16,12 +16,12 @@ import safetensors.numpy
 from jaxtyping import PyTree
 from safetensors import SafetensorError
 
-from gptlite.config import UserError
-from gptlite.files import check_regular, is_plausible, read_bounded, write_atomically
+from gptlite.errors import UserError
+from gptlite.machine.files import check_regular, is_plausible, read_bounded, write_atomically
+from gptlite.machine.memory import require_memory
+from gptlite.machine.processes import is_first
+from gptlite.machine.pytrees import is_array, is_stacked, path_name, size_of
 from gptlite.models.gpt import GPT
-from gptlite.processes import is_first
-from gptlite.pytrees import is_array, is_stacked, path_name, size_of
-from gptlite.runtime import require_memory
 from gptlite.sharding import is_local, whole
 
 T = TypeVar("T")

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from gptlite.config import SamplingConfig, require
+from gptlite.config import SamplingConfig
+from gptlite.errors import require
 from gptlite.generation.generate import (
     CACHE_COPIES,
     TOKENS_PER_CALL,
@@ -32,8 +33,8 @@ from gptlite.generation.generate import (
     room_for,
 )
 from gptlite.generation.sampling import Filters, Sampling
+from gptlite.machine.pytrees import size_of
 from gptlite.models.gpt import GPT
-from gptlite.pytrees import size_of
 from gptlite.serving.text import ServedText, TextScores
 
 # The least capacity of a cache: less would save little, and be compiled again soon.

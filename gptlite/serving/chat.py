@@ -13,10 +13,10 @@ import jinja2.parser
 import jinja2.sandbox
 import tokenizers
 
-from gptlite.config import UserError
-from gptlite.files import read_bounded, read_json
+from gptlite.errors import UserError
+from gptlite.hugging_face.tokenizer import HFTokenizer
+from gptlite.machine.files import read_bounded, read_json
 from gptlite.serving.api import check_text
-from gptlite.text.hf_tokenizer import HFTokenizer
 from gptlite.text.tokenizer import Tokenizer
 
 MAX_TEMPLATE = 2**20

@@ -13,7 +13,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from gptlite.config import MAX_INT32, UserError, require
+from gptlite.errors import UserError, require
+from gptlite.machine.fields import MAX_INT32
 from gptlite.serving.api import (
     MAX_BODY,
     MAX_NUMBERS,

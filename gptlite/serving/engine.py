@@ -7,10 +7,10 @@ import traceback
 from collections import deque
 from collections.abc import Sequence
 
-from gptlite.config import require
+from gptlite.errors import require
+from gptlite.machine.memory import free_memory
+from gptlite.machine.progress import log, sentence_of
 from gptlite.models.gpt import GPT
-from gptlite.progress import log, sentence_of
-from gptlite.runtime import free_memory
 from gptlite.serving import batch
 from gptlite.serving.batch import Batch, Reading
 from gptlite.serving.text import ServedText, TextScores

@@ -11,9 +11,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from gptlite.config import ModelConfig
-from gptlite.models.attention_maps import attention_maps
+from gptlite.inspect.attention_maps import attention_maps
+from gptlite.inspect.logit_lens import residual_stream
 from gptlite.models.gpt import GPT
-from gptlite.models.logit_lens import residual_stream
 
 # Cells of a side of a small map of attention.
 SIDE = 64

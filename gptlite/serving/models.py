@@ -7,10 +7,12 @@ from pathlib import Path
 
 import anyio.to_thread
 
-from gptlite.config import SamplingConfig, UserError, require
+from gptlite.config import SamplingConfig
+from gptlite.errors import UserError, require
+from gptlite.machine.progress import log
 from gptlite.models.gpt import GPT
-from gptlite.progress import log
-from gptlite.runs.load import Run, load_run
+from gptlite.runs.load import load_run
+from gptlite.runs.run import Run
 from gptlite.serving.chat import ChatTemplate, read_chat_template
 from gptlite.serving.engine import Engine
 from gptlite.serving.text import ServedText

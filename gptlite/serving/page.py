@@ -16,12 +16,12 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from gptlite.config import MAX_INT32, Between, SamplingConfig, check_fields, require
-from gptlite.files import folders_with, read_bounded
+from gptlite.config import SamplingConfig
+from gptlite.errors import require
 from gptlite.generation.text import token_bytes
+from gptlite.machine.fields import MAX_INT32, Between, check_fields
+from gptlite.machine.files import folders_with, read_bounded
 from gptlite.runs.find import RUNS_FOLDER
-from gptlite.runs.metrics import read_curves
-from gptlite.runs.overview import list_runs
 from gptlite.runs.saved_config import load_config
 from gptlite.serving.api import (
     MAX_TEXTS,
@@ -33,6 +33,7 @@ from gptlite.serving.api import (
     finite,
     parse,
 )
+from gptlite.serving.curves import read_curves
 from gptlite.serving.endpoints import (
     LONG,
     Endpoints,
@@ -44,6 +45,7 @@ from gptlite.serving.endpoints import (
 )
 from gptlite.serving.look import Inside, longest, look_inside
 from gptlite.serving.models import Served
+from gptlite.serving.overview import list_runs
 from gptlite.serving.text import Piece, Scored, ServedText, Token, shown
 from gptlite.text.tokenizer import Tokenizer
 

@@ -14,7 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from gptlite.config import UserError
+from gptlite.errors import UserError
 
 # Seconds that running requests have when the server is told to stop.
 GRACE_SECONDS = 10

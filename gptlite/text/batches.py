@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 
-from gptlite.config import UserError
+from gptlite.errors import UserError
 from gptlite.text.tokenizer import Ids
 
 Windows = Int[np.ndarray, "windows seq_and_next"]

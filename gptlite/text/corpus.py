@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Integer
 
-from gptlite.config import UserError, require
-from gptlite.progress import log, progress_bar
+from gptlite.errors import UserError, require
+from gptlite.machine.progress import log, progress_bar
 from gptlite.text.documents import Documents, open_documents
 from gptlite.text.shakespeare import download_shakespeare, load_shakespeare
 

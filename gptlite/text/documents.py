@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from gptlite.config import UserError, require
-from gptlite.progress import progress_bar
+from gptlite.errors import UserError, require
+from gptlite.machine.progress import progress_bar
 
 # Every tenth document is for validation, until there is enough of it.
 SHARE = 10

@@ -7,9 +7,9 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-from gptlite.config import UserError, require
-from gptlite.files import write_atomically
-from gptlite.progress import log
+from gptlite.errors import UserError, require
+from gptlite.machine.files import write_atomically
+from gptlite.machine.progress import log
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 FILE = "tinyshakespeare.txt"

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from gptlite.config import UserError
-from gptlite.files import read_json, sync, write_json
-from gptlite.progress import log, progress_bar
+from gptlite.errors import UserError
+from gptlite.machine.files import read_json, sync, write_json
+from gptlite.machine.progress import log, progress_bar
 from gptlite.text.documents import Documents, is_held_out
 from gptlite.text.tokenizer import Ids, Parts, Tokenizer
 

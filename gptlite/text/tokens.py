@@ -12,9 +12,10 @@ import tiktoken
 from filelock import AcquireReturnProxy
 from jaxtyping import Integer
 
-from gptlite.config import DataConfig, UserError, require
-from gptlite.files import lock, read_json, sha256_of, write_json
-from gptlite.progress import log, progress_bar
+from gptlite.config import DataConfig
+from gptlite.errors import UserError, require
+from gptlite.machine.files import lock, read_json, sha256_of, write_json
+from gptlite.machine.progress import log, progress_bar
 from gptlite.text.corpus import DATA_FOLDER, Corpus, split_at, take
 from gptlite.text.documents import Documents
 from gptlite.text.stream import Stream, mapped

@@ -13,8 +13,9 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from gptlite.config import TrainingConfig, UserError, require
-from gptlite.processes import largest
+from gptlite.config import TrainingConfig
+from gptlite.errors import UserError, require
+from gptlite.machine.processes import largest
 from gptlite.sharding import local, place_batches, whole
 from gptlite.training.step import StepMetrics, TrainState, TrainSteps
 

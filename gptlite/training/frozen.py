@@ -7,9 +7,9 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from gptlite.config import Config, UserError, require
-from gptlite.pytrees import path_name
-from gptlite.training.optimizer import is_parameter
+from gptlite.config import Config
+from gptlite.errors import UserError, require
+from gptlite.machine.pytrees import is_parameter, path_name
 
 
 def frozen_in(config: Config) -> Callable[[str], bool]:

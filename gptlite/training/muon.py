@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from gptlite.nn.product import product
-from gptlite.sharding import map_over_devices
+from gptlite.nn.kernels.product import product
+from gptlite.nn.kernels.rows import map_over_devices
 
 # a, b, c of x -> a x + (b x xᵀ + c (x xᵀ)²) x. Not the coefficients of a series: chosen for a
 # steep slope at 0, they bring singular values to between 0.7 and 1.2 in five steps.

@@ -2,16 +2,16 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, PyTree
 
-from gptlite.config import OptimizerConfig, UserError
+from gptlite.config import OptimizerConfig
+from gptlite.errors import UserError
+from gptlite.machine.pytrees import inside, is_parameter
 from gptlite.nn.embedding import Embedding
 from gptlite.nn.stack import Stack
 from gptlite.training.muon import scale_by_orthogonalization
@@ -129,18 +129,3 @@ def _kept_in(
         return updates, cast(state, dtype)
 
     return optax.GradientTransformation(lambda params: cast(optimizer.init(params), dtype), update)
-
-
-def is_parameter(x: Any) -> bool:
-    """Whether `x`, in a model or in the shapes of one, is trained by default."""
-    is_shape = isinstance(x, jax.ShapeDtypeStruct) and jnp.issubdtype(x.dtype, jnp.inexact)
-    return is_shape or eqx.is_inexact_array(x)
-
-
-def inside(params: PyTree, kind: type | tuple[type, ...]) -> PyTree:
-    """For each parameter, whether it is in a module of that kind."""
-    return jax.tree.map(
-        lambda node: jax.tree.map(lambda _: isinstance(node, kind), node),
-        params,
-        is_leaf=lambda node: isinstance(node, kind),
-    )

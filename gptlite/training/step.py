@@ -12,11 +12,13 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, Shaped
 
-from gptlite.config import OptimizerConfig, TrainingConfig, UserError
-from gptlite.nn.product import widen
+from gptlite.config import OptimizerConfig, TrainingConfig
+from gptlite.errors import UserError
+from gptlite.machine.pytrees import Trainable, cast, is_array, is_parameter
+from gptlite.nn.dtypes import widen
+from gptlite.nn.kernels.row_keys import row_key
+from gptlite.nn.kernels.rows import mean_by_rows, n_row_shards
 from gptlite.nn.stack import Stack
-from gptlite.pytrees import Trainable, is_array
-from gptlite.row_keys import row_key
 from gptlite.sharding import (
     batch_skeleton,
     check_rows,
@@ -24,8 +26,6 @@ from gptlite.sharding import (
     constrain_parameters,
     is_sharded,
     local_rows,
-    mean_by_rows,
-    n_row_shards,
     place,
     place_batches,
     place_seeds,
@@ -33,7 +33,7 @@ from gptlite.sharding import (
     targets_cpu,
 )
 from gptlite.training.loss import window_losses
-from gptlite.training.optimizer import is_parameter, make_optimizer, make_schedule
+from gptlite.training.optimizer import make_optimizer, make_schedule
 
 T = TypeVar("T")
 
@@ -355,9 +355,3 @@ def unstacked(model: T) -> T:
         return node.unstack() if isinstance(node, Stack) and not node.scan else node
 
     return jax.tree.map(unstack, model, is_leaf=lambda node: isinstance(node, Stack))
-
-
-def cast(model: T, dtype: Any) -> T:
-    """`model` (any pytree) with its parameters in `dtype`; gradients through the cast keep the old
-    dtype."""
-    return jax.tree.map(lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, model)

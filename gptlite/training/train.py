@@ -10,13 +10,12 @@ import jax
 from jaxtyping import PyTree
 
 from gptlite.config import OptimizerConfig, TrainingConfig
-from gptlite.progress import log, progress_bar
-from gptlite.pytrees import Trainable
+from gptlite.machine.progress import log, progress_bar
+from gptlite.machine.pytrees import Trainable, is_parameter
+from gptlite.machine.stop import Stop
 from gptlite.sharding import make_mesh
 from gptlite.training.fit import BatchOf, fit
-from gptlite.training.optimizer import is_parameter
 from gptlite.training.step import Losses, LossMask, TrainSteps
-from gptlite.training.stop import Stop
 
 M = TypeVar("M", bound=eqx.Module)
 
@@ -34,8 +33,8 @@ def train(
 ) -> M:
     """A copy of `model`, trained for `training.steps` steps. Progress is shown.
 
-    All devices share every batch (`gptlite.runtime.set_up_jax(2)`, at the start of a program, makes
-    two devices of a CPU). Nothing is saved. After a stop signal the step is finished; then Ctrl-C
+    All devices share every batch (`gptlite.set_up_jax(2)`, at the start of a program, makes two
+    devices of a CPU). Nothing is saved. After a stop signal the step is finished; then Ctrl-C
     raises `KeyboardInterrupt`, and another signal exits. These fields of `training` are for
     `train.py` only: `cpu_devices`, `sample_tokens`, `save_seconds`, `keep`.
 

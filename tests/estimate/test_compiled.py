@@ -13,8 +13,8 @@ from gptlite.estimate.hardware import HARDWARE, describe
 from gptlite.estimate.program import Work, work
 from gptlite.estimate.report import report
 from gptlite.estimate.step import compile_step
+from gptlite.inspect.summary import flops_per_token
 from gptlite.models.gpt import GPT
-from gptlite.models.summary import flops_per_token
 from gptlite.presets import GPT2_SMALL
 from gptlite.sharding import make_mesh, size_on_device
 from gptlite.training.step import TrainSteps

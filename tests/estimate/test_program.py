@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from gptlite.config import UserError
+from gptlite.errors import UserError
 from gptlite.estimate.hardware import HARDWARE, describe
 from gptlite.estimate.program import _groups, _Reader, parse, work
 

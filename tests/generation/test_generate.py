@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from conftest import TINY, VOCAB, tiny_model
 
-from gptlite.config import SamplingConfig, UserError
+from gptlite.config import SamplingConfig
+from gptlite.errors import UserError
 from gptlite.generation import generate as generate_module
 from gptlite.generation.generate import generate, prepare
 from gptlite.models.gpt import GPT
@@ -176,7 +177,7 @@ def test_devices_share_the_rows_of_a_model_that_each_can_copy(rows, devices, mon
     if devices:
         with pytest.raises(UserError, match="must be a multiple of 2, got 3"):
             generate(prepared, prompts[:3], 5, keys=keys[:3])
-    monkeypatch.setattr("gptlite.sharding.MAX_COPIED", 0)
+    monkeypatch.setattr("gptlite.nn.kernels.rows.MAX_COPIED", 0)
     assert prepare(model, rows).mesh is None
     np.testing.assert_array_equal(generate(model, prompts, 40, keys=keys), shared)
 
@@ -325,7 +326,7 @@ def test_the_cache_is_as_long_as_the_text_that_is_asked_for(monkeypatch):
 def test_texts_that_do_not_fit_into_memory_are_refused(monkeypatch):
     """Three caches, attention's scores, and the prepared copy of a model if there is none yet."""
     model = tiny_model(context_length=2**23, positions="none", n_layers=2)
-    monkeypatch.setattr("gptlite.runtime.free_memory", lambda: 2**20)
+    monkeypatch.setattr("gptlite.machine.memory.free_memory", lambda: 2**20)
     prompt, keys = jnp.ones((1, 3), jnp.int32), jax.random.split(jax.random.key(0), 1)
 
     def refused(gigabytes, model, new_tokens):

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from gptlite.config import SamplingConfig, UserError
+from gptlite.config import SamplingConfig
+from gptlite.errors import UserError
 from gptlite.generation import sampling
 from gptlite.generation.sampling import BLOCK, FEW, Sampling
 

@@ -9,8 +9,9 @@ import pytest
 from conftest import TINY, VARIANTS, VOCAB, tiny_model
 from jaxtyping import TypeCheckError
 
-from gptlite.config import ModelConfig, UserError
-from gptlite.models.encoder import Encoder
+from gptlite.config import ModelConfig
+from gptlite.errors import UserError
+from gptlite.family.encoder import Encoder
 from gptlite.models.gpt import GPT
 from gptlite.research.check_block import check_block
 from gptlite.research.checks import CHECKS

@@ -112,6 +112,6 @@ def test_logits_and_loss_gradients_equal_hugging_faces(ours, theirs):
 
 @needs("torch", "transformers")
 def test_parameters_are_counted_as_hugging_face_counts_them(ours, theirs):
-    from gptlite.models.summary import count_parameters
+    from gptlite.machine.pytrees import count_parameters
 
     assert count_parameters(ours) == sum(p.numel() for p in theirs.parameters())

@@ -14,7 +14,6 @@ from gptlite.nn import (
     ALiBi,
     Attention,
     Context,
-    CrossAttention,
     Heads,
     Linear,
     RelativeBias,
@@ -23,8 +22,8 @@ from gptlite.nn import (
     attend,
     causal_mask,
     dot_product,
-    fused_attention,
 )
+from gptlite.nn.kernels import fused_attention
 from gptlite.sharding import seeds_mesh
 
 CAUSAL = {"is_causal": True}
@@ -371,24 +370,6 @@ def test_the_output_is_weights_times_values(n_kv_heads):
     joined = (weights @ values.repeat(4 // n_kv_heads, axis=1)).swapaxes(1, 2).reshape(2, 5, 16)
     wanted = joined @ np.asarray(layer.heads.output.weight).T
     np.testing.assert_allclose(out, wanted, rtol=1e-4, atol=1e-5)
-
-
-def test_cross_attention_is_attention_to_what_was_read():
-    layer = CrossAttention(heads(n_kv_heads=2))
-    x = jax.random.normal(jax.random.key(1), (2, 3, 16))
-    memory = jax.random.normal(jax.random.key(2), (2, 6, 16))
-    reading = eqx.filter_jit(CrossAttention.read)
-    read = reading(layer, memory, jnp.array([6, 2]))
-    out = call(layer, x, read)
-    weights = np.asarray(eqx.filter_jit(CrossAttention.weights)(layer, x, read))
-    np.testing.assert_allclose(weights.sum(-1), 1.0, rtol=1e-5)
-    assert not weights[1, ..., 2:].any()
-    values = np.asarray(read.values).reshape(2, 2, 6, 4).repeat(2, axis=1)
-    joined = (weights @ values).swapaxes(1, 2).reshape(2, 3, 16)
-    wanted = joined @ np.asarray(layer.heads.output.weight).T
-    np.testing.assert_allclose(out, wanted, rtol=1e-4, atol=1e-5)
-    alone = call(layer, x[1], reading(layer, memory[1, :2]))
-    np.testing.assert_allclose(out[1], alone, rtol=1e-4, atol=1e-5)
 
 
 def test_relative_bias_bidirectional_has_half_of_the_buckets_for_each():

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 from jax.scipy.special import erf
 
+from gptlite.machine.pytrees import cast
 from gptlite.nn import (
     MLP,
     Attention,
@@ -33,7 +34,6 @@ from gptlite.nn import (
 )
 from gptlite.nn.linear import TransposedLinear
 from gptlite.nn.mlp import ACTIVATIONS
-from gptlite.training.step import cast
 
 KEY = jax.random.key(0)
 X = jax.random.normal(jax.random.key(1), (2, 5, 8))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gptlite.nn.product import product
+from gptlite.nn.kernels.product import product
 
 # Rows, d_in and d_out; with heads in front; both ways of which factor is the narrower.
 SHAPES = [

@@ -13,7 +13,8 @@ import tyro
 from conftest import tiny_model
 from jax import lax
 
-from gptlite.config import ModelConfig, UserError
+from gptlite.config import ModelConfig
+from gptlite.errors import UserError
 from gptlite.models.gpt import GPT
 from gptlite.nn import WHOLE_SEQUENCE, Linear, RMSNorm, Rotary
 from gptlite.nn.cache import write_at

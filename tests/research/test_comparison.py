@@ -9,13 +9,14 @@ import pytest
 from conftest import TEXT, TINY, refusal
 
 from gptlite.cli import parse_compare
-from gptlite.config import Config, DataConfig, OptimizerConfig, TrainingConfig, UserError
+from gptlite.config import Config, DataConfig, OptimizerConfig, TrainingConfig
+from gptlite.errors import UserError
 from gptlite.research import comparison as comparison_module, plots
 from gptlite.research.comparison import Comparison
 from gptlite.research.report import table, to_csv
 from gptlite.research.seeds import SeedsProgress
+from gptlite.runs.tokenizers import make_tokenizer
 from gptlite.text.corpus import text_corpus
-from gptlite.text.tokenizer import make_tokenizer
 from gptlite.text.tokens import split_corpus
 
 TOKENIZER = make_tokenizer("char", text_corpus(TEXT))

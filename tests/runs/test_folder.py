@@ -27,18 +27,19 @@ import tensorstore
 from conftest import TEXT, TINY, drawn
 from support.kill_loop import metrics as lines
 
-from gptlite.config import Config, OptimizerConfig, TrainingConfig, UserError
+from gptlite.config import Config, OptimizerConfig, TrainingConfig
+from gptlite.errors import UserError
 from gptlite.models.gpt import GPT
 from gptlite.runs import checkpoints as checkpoints_module, folder
 from gptlite.runs.checkpoints import Checkpoint, Checkpoints, Record, list_steps
 from gptlite.runs.folder import RunFolder
 from gptlite.runs.load import load_run
 from gptlite.runs.saved_config import load_config
+from gptlite.runs.tokenizers import make_tokenizer
 from gptlite.runs.weights import Evaluated, named_arrays, read_evaluated
 from gptlite.sharding import make_mesh
 from gptlite.text.batches import Batches
 from gptlite.text.corpus import text_corpus
-from gptlite.text.tokenizer import make_tokenizer
 from gptlite.text.tokens import split_corpus
 from gptlite.training import fit as fit_module
 from gptlite.training.evaluate import Evaluation

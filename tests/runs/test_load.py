@@ -13,12 +13,14 @@ import pytest
 import safetensors.numpy
 from conftest import TEXT, TINY, drawn
 
-from gptlite.config import Config, UserError
-from gptlite.files import write_json
+from gptlite.config import Config
+from gptlite.errors import UserError
+from gptlite.machine.files import write_json
 from gptlite.models.gpt import GPT
 from gptlite.runs import find
 from gptlite.runs.load import load_run
 from gptlite.runs.saved_config import load_config, save_config
+from gptlite.runs.tokenizers import make_tokenizer
 from gptlite.runs.weights import (
     Evaluated,
     load_weights,
@@ -27,7 +29,6 @@ from gptlite.runs.weights import (
     save_weights,
 )
 from gptlite.text.corpus import text_corpus
-from gptlite.text.tokenizer import make_tokenizer
 
 TOKENIZER = make_tokenizer("char", text_corpus(TEXT))
 CONFIG = Config(model=dataclasses.replace(TINY, n_layers=2))

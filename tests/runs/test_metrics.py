@@ -6,7 +6,8 @@ import os
 import numpy as np
 import pytest
 
-from gptlite.runs.metrics import last_step, read_curves, thinned
+from gptlite.runs.metrics import last_step
+from gptlite.serving.curves import read_curves, thinned
 
 
 def test_curves_are_read_on_from_where_they_ended(tmp_path):

@@ -56,7 +56,7 @@ def test_a_table_is_compared_to_its_last_number():
             "optimizer = functools.partial(optax.adamw, eps=2e-8)(",
             ["train"],
         ),
-        ("gptlite/nn/product.py", "_ab_on_cpu", "_as_it_lies", []),
+        ("gptlite/nn/kernels/product.py", "_ab_on_cpu", "_as_it_lies", []),
     ],
     ids=["epsilon of a norm", "epsilon of AdamW", "another name"],
 )

@@ -19,10 +19,10 @@ from conftest import ROOT, TEXT, run_script
 import sample
 import train
 from gptlite.cli import exit_on_error, parse_sample, parse_train
-from gptlite.config import UserError
+from gptlite.errors import UserError
 from gptlite.generation.text import TextStream
+from gptlite.machine.progress import log
 from gptlite.presets import PRESETS
-from gptlite.progress import log
 from gptlite.runs.load import load_run
 from gptlite.text import tokens
 

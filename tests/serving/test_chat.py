@@ -11,10 +11,10 @@ import tokenizers
 from conftest import tiny_model
 from support.servers import NAME, serving
 
-from gptlite.config import UserError
+from gptlite.errors import UserError
 from gptlite.generation.generate import generate
+from gptlite.hugging_face.tokenizer import HFTokenizer
 from gptlite.serving.chat import read_chat_template
-from gptlite.text.hf_tokenizer import HFTokenizer
 from gptlite.text.tokenizer import CharTokenizer, decode
 
 openai = pytest.importorskip("openai")

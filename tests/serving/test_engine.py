@@ -11,7 +11,8 @@ import pytest
 from conftest import TINY, VOCAB, tiny_model
 from support.servers import TOKENIZER
 
-from gptlite.config import SamplingConfig, UserError
+from gptlite.config import SamplingConfig
+from gptlite.errors import UserError
 from gptlite.generation.generate import generate
 from gptlite.serving import batch
 from gptlite.serving.engine import Engine, QueueFullError

@@ -13,7 +13,7 @@ import pytest
 from conftest import TINY, needs
 from support.servers import NAME, TOKENIZER, served_model, serving
 
-from gptlite.text.hf_tokenizer import to_hf_tokenizer
+from gptlite.hugging_face.tokenizer import to_hf_tokenizer
 
 CHOICES = ["ab", "cde", "f"]
 

@@ -16,8 +16,8 @@ import pytest
 from conftest import TEXT, TINY, run_script, tiny_model, tiny_run
 from support.servers import NAME, TOKENIZER, served_model, serving
 
-from gptlite.models.attention_maps import attention_maps
-from gptlite.models.logit_lens import logit_lens
+from gptlite.inspect.attention_maps import attention_maps
+from gptlite.inspect.logit_lens import logit_lens
 from gptlite.serving.page import FILES, TokenTexts
 from gptlite.serving.text import Scored, Token
 from gptlite.text.tokenizer import ByteTokenizer

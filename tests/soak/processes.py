@@ -4,7 +4,7 @@ and kills of a random process at random moments, inside and between saves.
 
     python tests/soak/processes.py --kills 20
 
-The suite runs the shortest of these (tests/test_processes.py).
+The suite runs the shortest of these (tests/machine/test_processes.py).
 """
 
 import argparse

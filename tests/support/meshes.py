@@ -16,12 +16,13 @@ import numpy as np
 from conftest import GPT2, TINY, drawn
 from jaxtyping import PRNGKeyArray
 
+from gptlite.adapters import with_adapters
 from gptlite.config import Config, ModelConfig, OptimizerConfig, TrainingConfig, parse_lora
 from gptlite.estimate.program import COLLECTIVES
+from gptlite.family.seq2seq import Seq2Seq, shift_right
 from gptlite.models.gpt import GPT
-from gptlite.models.lora import with_adapters
-from gptlite.models.seq2seq import Seq2Seq, shift_right
-from gptlite.sharding import make_mesh, map_heads
+from gptlite.nn.kernels.rows import map_heads
+from gptlite.sharding import make_mesh
 from gptlite.training.frozen import trainable
 from gptlite.training.loss import cross_entropy, window_losses
 from gptlite.training.step import TrainSteps

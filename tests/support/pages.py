@@ -53,7 +53,7 @@ RULES: dict[str, str | None] = {
     "python train.py --data.corpus": SMALL,
     'pip install -e ".[cuda]"': None,
     'pip install -e ".[tensorboard,wandb,trackio]"': None,
-    "python train.py gpt2 --distributed": None,  # waits for the other: see tests/test_processes.py
+    "python train.py gpt2 --distributed": None,  # waits for the other: see test_processes.py
     # The preset's own batch, and a sample.
     "python train.py gpt2": (
         "--model.n-layers 1 --model.n-heads 2 --model.d-model 16 --model.context-length 16 "
@@ -97,7 +97,8 @@ RULES: dict[str, str | None] = {
 # What the Python blocks take as given.
 GIVEN = """
 import dataclasses, jax, jax.numpy as jnp
-from gptlite import GPT, ModelConfig, presets
+from gptlite import GPT, ModelConfig
+from gptlite.family import presets
 from my_blocks import SineMLP
 presets.VASWANI = dataclasses.replace(
     presets.VASWANI, n_layers=1, n_heads=2, d_model=16, context_length=16

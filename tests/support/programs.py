@@ -28,6 +28,7 @@ import jax.numpy as jnp  # noqa: E402
 from conftest import TINY, VARIANTS  # noqa: E402
 from jaxlib import _hlo  # noqa: E402  # pyright: ignore[reportAttributeAccessIssue]
 
+from gptlite.adapters import with_adapters  # noqa: E402
 from gptlite.config import (  # noqa: E402
     Config,
     OptimizerConfig,
@@ -45,10 +46,9 @@ from gptlite.generation.generate import (  # noqa: E402
     read_part,
 )
 from gptlite.generation.sampling import Sampling  # noqa: E402
+from gptlite.machine.pytrees import is_array  # noqa: E402
 from gptlite.models.gpt import GPT  # noqa: E402
-from gptlite.models.lora import with_adapters  # noqa: E402
 from gptlite.presets import PRESETS  # noqa: E402
-from gptlite.pytrees import is_array  # noqa: E402
 from gptlite.sharding import make_mesh, skeleton  # noqa: E402
 from gptlite.training.frozen import trainable  # noqa: E402
 from gptlite.training.step import TrainSteps  # noqa: E402

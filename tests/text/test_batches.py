@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from gptlite.config import UserError
+from gptlite.errors import UserError
 from gptlite.text.batches import Batches, split_windows
 
 

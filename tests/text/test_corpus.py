@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from gptlite.config import UserError
+from gptlite.errors import UserError
 from gptlite.text import corpus as corpus_module
 from gptlite.text.corpus import load_corpus
 from gptlite.text.shakespeare import SHA256, download_shakespeare

@@ -14,12 +14,13 @@ import pyarrow.parquet
 import pytest
 from conftest import TEXT
 
-from gptlite.config import UserError
+from gptlite.errors import UserError
+from gptlite.hugging_face.bpe import train_bpe
+from gptlite.runs.tokenizers import make_tokenizer
 from gptlite.text import stream as stream_module
-from gptlite.text.bpe import train_bpe
 from gptlite.text.corpus import load_corpus, open_corpus
 from gptlite.text.documents import Documents
-from gptlite.text.tokenizer import ByteTokenizer, Tokenizer, decode, make_tokenizer
+from gptlite.text.tokenizer import ByteTokenizer, Tokenizer, decode
 from gptlite.text.tokens import Split, split_corpus
 
 TEXTS = [f"{number}: {line}" for number, line in enumerate(TEXT.split("\n")) if line]

@@ -3,28 +3,14 @@ import json
 import numpy as np
 import pytest
 import tiktoken
+from conftest import own_encoding
 from hypothesis import given, strategies as st
 from tiktoken_ext import openai_public
 
-from gptlite.config import UserError
+from gptlite.errors import UserError
+from gptlite.runs.tokenizers import make_tokenizer, tokenizer_from_json
 from gptlite.text.corpus import text_corpus
-from gptlite.text.tokenizer import (
-    PATTERNS,
-    ByteTokenizer,
-    CharTokenizer,
-    TiktokenTokenizer,
-    decode,
-    make_tokenizer,
-    tokenizer_from_json,
-)
-
-
-def own_encoding() -> tiktoken.Encoding:
-    """A byte-pair encoding with three merges, that needs no file."""
-    ranks = {bytes([i]): i for i in range(256)} | {b"th": 256, b"the": 257, b" a": 258}
-    return tiktoken.Encoding(
-        "own", pat_str=PATTERNS[0], mergeable_ranks=ranks, special_tokens={"<|end|>": 300}
-    )
+from gptlite.text.tokenizer import PATTERNS, ByteTokenizer, CharTokenizer, TiktokenTokenizer, decode
 
 
 @given(st.text(min_size=1))

@@ -16,16 +16,11 @@ from conftest import ROOT, TEXT
 from filelock import FileLock
 from hypothesis import given, strategies as st
 
-from gptlite.config import UserError
+from gptlite.errors import UserError
+from gptlite.runs.tokenizers import make_tokenizer
 from gptlite.text import tokens
 from gptlite.text.corpus import Corpus, text_corpus
-from gptlite.text.tokenizer import (
-    ByteTokenizer,
-    TiktokenTokenizer,
-    decode,
-    encode_pieces,
-    make_tokenizer,
-)
+from gptlite.text.tokenizer import ByteTokenizer, TiktokenTokenizer, decode, encode_pieces
 from gptlite.text.tokens import split_corpus
 
 

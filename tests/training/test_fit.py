@@ -7,12 +7,13 @@ import pytest
 from conftest import TEXT, TINY
 from jax.sharding import Mesh
 
-from gptlite.config import Config, OptimizerConfig, TrainingConfig, UserError
+from gptlite.config import Config, OptimizerConfig, TrainingConfig
+from gptlite.errors import UserError
 from gptlite.models.gpt import GPT
+from gptlite.runs.tokenizers import make_tokenizer
 from gptlite.sharding import AXES, check_rows, make_mesh
 from gptlite.text.batches import Batches
 from gptlite.text.corpus import text_corpus
-from gptlite.text.tokenizer import make_tokenizer
 from gptlite.text.tokens import split_corpus
 from gptlite.training import fit as fit_module
 from gptlite.training.evaluate import Evaluation

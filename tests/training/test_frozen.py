@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from conftest import TINY, VOCAB, drawn
 
-from gptlite.config import Config, OptimizerConfig, TrainingConfig, UserError, parse_lora
+from gptlite.adapters import with_adapters
+from gptlite.config import Config, OptimizerConfig, TrainingConfig, parse_lora
+from gptlite.errors import UserError
+from gptlite.machine.pytrees import size_of
 from gptlite.models.gpt import GPT
-from gptlite.models.lora import with_adapters
-from gptlite.pytrees import size_of
 from gptlite.runs.weights import named_arrays
 from gptlite.sharding import make_mesh
 from gptlite.training.frozen import frozen_in, trainable

@@ -9,7 +9,7 @@ import pytest
 from conftest import TINY, drawn
 
 from gptlite.models.gpt import GPT
-from gptlite.training import loss as loss_module
+from gptlite.nn.kernels import head as head_module
 from gptlite.training.loss import cross_entropy, window_losses
 
 # Compiled as one program: operation by operation takes longer.
@@ -68,9 +68,9 @@ def test_losses_of_windows_and_their_gradients_are_those_of_the_logits(
     """In float32, with rows of padding in the head, and losses of different weights. 21 positions
     are not divisible by the number of parts."""
     if parts != "whole":
-        monkeypatch.setattr(loss_module, "MAX_LOGITS", 3 * 16 * 5)  # 5 positions
+        monkeypatch.setattr(head_module, "MAX_LOGITS", 3 * 16 * 5)  # 5 positions
     if parts == "computed once more":
-        monkeypatch.setattr(loss_module, "MAX_KEPT", 3 * 16 * 4)
+        monkeypatch.setattr(head_module, "MAX_KEPT", 3 * 16 * 4)
     config = dataclasses.replace(TINY, context_length=21, tied_head=tied, logit_cap=cap)
     model = drawn(lambda key: GPT(config, 11, padded_vocab_size=16, key=key), 0.7)
     windows = jax.random.randint(jax.random.key(2), (3, 22), 0, 11)

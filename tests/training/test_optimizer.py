@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from conftest import tiny_model
 
-from gptlite.config import OptimizerConfig, UserError
+from gptlite.config import OptimizerConfig
+from gptlite.errors import UserError
 from gptlite.training.optimizer import make_optimizer, make_schedule
 
 PLAIN = OptimizerConfig(warmup_fraction=0.1, decay_fraction=0.4, final_fraction=0.25)

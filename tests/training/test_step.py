@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from conftest import TINY, VOCAB, tiny_model
 
-from gptlite import sharding
-from gptlite.config import OptimizerConfig, TrainingConfig, UserError
+from gptlite.config import OptimizerConfig, TrainingConfig
+from gptlite.errors import UserError
 from gptlite.models.gpt import GPT
+from gptlite.nn.kernels import head as head_module, rows as rows_module
 from gptlite.sharding import make_mesh
-from gptlite.training import loss as loss_module, step as step_module
+from gptlite.training import step as step_module
 from gptlite.training.loss import window_losses
 from gptlite.training.step import TrainSteps
 
@@ -65,7 +66,7 @@ def long() -> dict:
         steps = TrainSteps(model, OptimizerConfig(), training, mesh)
         with pytest.MonkeyPatch.context() as patch:
             if name == "chunks":
-                patch.setattr(loss_module, "MAX_LOGITS", 4 * 50 * VOCAB)  # 43 positions of 128
+                patch.setattr(head_module, "MAX_LOGITS", 4 * 50 * VOCAB)  # 43 positions of 128
             function: Any = eqx.filter_jit(steps.loss_and_grads)
             compiled = function.lower(model, batch, jax.random.key(0)).compile()
         memory = compiled.compiled.memory_analysis().temp_size_in_bytes
@@ -125,7 +126,7 @@ def test_a_cpu_computes_in_parts_of_a_thousand_tokens(rows, tokens, parts, monke
 @pytest.mark.parametrize("is_cpu", [True, False])
 def test_devices_exchange_one_array_or_many_with_the_same_result(is_cpu, monkeypatch):
     """With dropout. Devices that are no CPU exchange each gradient by itself."""
-    monkeypatch.setattr(sharding, "targets_cpu", lambda: is_cpu)
+    monkeypatch.setattr(rows_module, "targets_cpu", lambda: is_cpu)
     model = tiny_model(dropout=0.1)
     steps = steps_of(model)
     assert steps.mesh.size > 1

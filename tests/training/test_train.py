@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gptlite.config import ModelConfig, OptimizerConfig, TrainingConfig, UserError
-from gptlite.models.encoder import Encoder
+from gptlite.config import ModelConfig, OptimizerConfig, TrainingConfig
+from gptlite.errors import UserError
+from gptlite.family.encoder import Encoder
+from gptlite.machine.pytrees import is_parameter
 from gptlite.models.gpt import GPT
 from gptlite.nn import Embedding
 from gptlite.training.fit import DivergenceError
 from gptlite.training.loss import cross_entropy, window_losses
-from gptlite.training.optimizer import is_parameter
 from gptlite.training.train import train
 
 VOCAB = 16

@@ -1,0 +1,1 @@
+"""Relatives of the decoder, from the same blocks: encoders, encoder-decoders."""

@@ -1,0 +1,75 @@
+"""Word vectors in GloVe's text format, for embedding tables to start from."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from gptlite.errors import UserError
+
+
+def read_glove(
+    path: Path | str, words: Sequence[str], *, seed: int = 0
+) -> tuple[Float[np.ndarray, "words d"], Bool[np.ndarray, " words"]]:
+    """A vector for each of `words`, and whether the file has one.
+
+    The format is that of Pennington et al., 2014: a line per word, the word and its numbers, with a
+    space between. The file is read line by line, and only vectors of `words` are kept. Words that
+    it lacks get vectors drawn with `seed` from a normal distribution with the mean and the standard
+    deviation of those found, channel by channel.
+
+    **Raises:** `UserError` if the file cannot be read, a line has another format, or the file has
+    none of the words.
+    """
+    found: dict[str, np.ndarray] = {}
+    wanted, d = set(words), 0
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                d = d or len(line.rstrip().split(" ")) - 1
+                # From the right: in the largest of GloVe's files, some words have spaces in them.
+                word, *numbers = line.rstrip().rsplit(" ", d)
+                # In a line with too many numbers, the word ends with one.
+                if (
+                    len(numbers) != d
+                    or d < 1
+                    or (_is_number(word.rpartition(" ")[2]) and " " in word)
+                ):
+                    raise UserError(
+                        f"Line {number} of {path} must be a word and {max(d, 1)} numbers, got "
+                        f"{line[:60].rstrip()!r}."
+                    )
+                if word in wanted:
+                    found[word] = _vector(numbers, f"Line {number} of {path}")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"The vectors in {path} cannot be read: {error}.") from error
+    if not found:
+        example = f", as {words[0]!r}" if words else ""
+        raise UserError(f"{path} has none of the {len(words):,} words{example}.")
+    known = np.array([word in found for word in words])
+    all_found = np.stack(list(found.values()))
+    drawn = np.random.default_rng(seed).normal(
+        all_found.mean(axis=0), all_found.std(axis=0), size=(len(words), d)
+    )
+    drawn[known] = [found[word] for word in words if word in found]
+    return drawn.astype(np.float32), known
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _vector(numbers: Sequence[str], where: str) -> np.ndarray:
+    """**Raises:** `UserError` if one is not a finite number."""
+    try:
+        vector = np.array(numbers, np.float32)
+    except ValueError as error:
+        raise UserError(f"{where} has something that is not a number: {error}.") from error
+    if not np.isfinite(vector).all():
+        raise UserError(f"{where} has a number that is not finite.")
+    return vector

@@ -1,0 +1,1 @@
+"""Models and tokenizers in Hugging Face's formats, both ways."""

@@ -1,0 +1,709 @@
+"""Models in Hugging Face's format: configs and names of weights, both ways.
+
+A folder of a model has `config.json` and `model.safetensors` (or several files and an index of
+them). `transformers` describes the fields in its `configuration_*.py`.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gptlite.config import ModelConfig
+from gptlite.errors import UserError
+from gptlite.machine.block_names import split_options
+from gptlite.machine.files import is_plausible
+
+# Their names of activations, by ours. GELU is the tanh approximation.
+ACTIVATIONS = {
+    "gelu": "gelu_pytorch_tanh",
+    "silu": "silu",
+    "relu": "relu",
+    "relu2": "relu2",
+    "tanh": "tanh",
+    "sigmoid": "sigmoid",
+    "identity": "linear",
+}
+GATED = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh"}
+# Other names of the same functions.
+SYNONYMS = {"gelu_new": "gelu_pytorch_tanh", "swish": "silu"}
+
+# Of a model, in any direction.
+MAX_SIZE = 10_000_000
+# Fields that change nothing that gptlite computes.
+IGNORED = {
+    *("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "use_cache"),
+    *("initializer_range", "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop"),
+    *("pretraining_tp", "task_specific_params", "max_window_layers"),
+    *("summary_type", "summary_use_proj", "summary_activation", "summary_first_dropout"),
+    *("summary_proj_to_labels", "n_ctx", "reorder_and_upcast_attn", "gradient_checkpointing"),
+    *(
+        "is_llama_config",
+        "transformers.js_config",
+        "vocab_size",
+        "gptlite",
+        "chunk_size_feed_forward",
+    ),
+    *("output_hidden_states", "output_attentions", "return_dict", "id2label", "label2id"),
+    *("problem_type", "is_encoder_decoder", "default_theta"),
+    # Notes of libraries that wrote a model, and how old configs said how to generate.
+    *("tokenizer_class", "unsloth_fixed", "unsloth_version", "output_past", "num_labels"),
+    *("predict_special_tokens", "max_sequence_length", "finetuning_task", "torchscript", "prefix"),
+    *("is_decoder", "tie_encoder_decoder", "use_bfloat16", "max_length", "min_length"),
+    *("do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty"),
+    *("temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty"),
+    *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_return_sequences"),
+    *("output_scores", "return_dict_in_generate", "remove_invalid_values"),
+}
+
+# What `transformers` takes for a field that is absent (one that is null is another thing), where
+# that differs between architectures.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096},
+    "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
+    "arcee": {"rms_norm_eps": 1e-5},
+    "gemma3_text": {"num_key_value_heads": 4, "sliding_window": 4096, "head_dim": 256},
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """An architecture of `transformers`, and its names of our modules."""
+
+    model_type: str
+    architecture: str
+    top: Mapping[str, str]
+    layer: Mapping[str, str]
+    """Of a layer, after the prefix `layers`."""
+    layers: str = "model.layers"
+    transposed: bool = False
+    """Whether matrices of layers are `[d_in, d_out]`."""
+    gain_offset: float = 0.0
+    """What is added to a stored gain of a norm."""
+
+
+_TOP = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+_ATTENTION = {
+    f"attention.heads.{ours}": f"self_attn.{theirs}"
+    for ours, theirs in (
+        *(("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj"), ("output", "o_proj")),
+        *(("query_norm", "q_norm"), ("key_norm", "k_norm")),
+    )
+}
+_MLP = {f"mlp.{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+_PRE = {
+    "attention_residual.norm": "input_layernorm",
+    "mlp_residual.norm": "post_attention_layernorm",
+}
+_SANDWICH = {
+    "attention_residual.norm": "input_layernorm",
+    "attention_residual.norm_out": "post_attention_layernorm",
+    "mlp_residual.norm": "pre_feedforward_layernorm",
+    "mlp_residual.norm_out": "post_feedforward_layernorm",
+}
+_LLAMA = _ATTENTION | _MLP | _PRE
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        Family("llama", "LlamaForCausalLM", _TOP, _LLAMA),
+        Family("mistral", "MistralForCausalLM", _TOP, _LLAMA),
+        Family("qwen2", "Qwen2ForCausalLM", _TOP, _LLAMA),
+        Family("qwen3", "Qwen3ForCausalLM", _TOP, _LLAMA),
+        Family("arcee", "ArceeForCausalLM", _TOP, _LLAMA),
+        Family(
+            *("gemma3_text", "Gemma3ForCausalLM", _TOP, _ATTENTION | _MLP | _SANDWICH),
+            gain_offset=1.0,
+        ),
+        Family(
+            "gpt2",
+            "GPT2LMHeadModel",
+            {
+                "embedding": "transformer.wte",
+                "positions": "transformer.wpe",
+                "norm": "transformer.ln_f",
+                "head": "lm_head",
+            },
+            {
+                "attention_residual.norm": "ln_1",
+                "mlp_residual.norm": "ln_2",
+                "attention.heads.query": "attn.c_attn",
+                "attention.heads.key": "attn.c_attn",
+                "attention.heads.value": "attn.c_attn",
+                "attention.heads.output": "attn.c_proj",
+                "mlp.up": "mlp.c_fc",
+                "mlp.down": "mlp.c_proj",
+            },
+            layers="transformer.h",
+            transposed=True,
+        ),
+    )
+}
+# Our modules whose matrices are side by side in one of theirs.
+JOINED = ("attention.heads.query", "attention.heads.key", "attention.heads.value")
+
+
+# From our config to theirs.
+
+
+def to_hf_config(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
+    """The fields of `config.json` for a model of `config`.
+
+    **Raises:** `UserError`, which names everything that no architecture can express, and the
+    options without it.
+    """
+    return _Export(config).fields(vocab_size)
+
+
+class _Export:
+    """Finds the architecture for a config."""
+
+    def __init__(self, config: ModelConfig):
+        self.config = config
+        self.norm, self.norm_options = split_options(config.norm)
+        self.attention, self.attention_options = split_options(config.attention)
+        self.mlp, self.mlp_options = split_options(config.mlp)
+        self.positions, self.position_options = split_options(config.positions)
+        options = {name: x.lower() == "true" for name, x in self.attention_options.items()}
+        self.qkv_bias = config.bias or options.get("qkv_bias", False)
+        self.output_bias = config.bias or options.get("output_bias", False)
+        self.value_residual = options.get("value_residual", False)
+        self.same_bias = self.qkv_bias == self.output_bias
+        self.unbiased = "--model.no-bias" if config.bias else f"--model.attention {self.attention}"
+        self.obstacles: list[str] = []
+
+    def need(self, holds: bool, what: str, option: str) -> None:
+        if not holds:
+            self.obstacles.append(f"{what} ({option})")
+
+    def fields(self, vocab_size: int) -> dict[str, Any]:
+        config = self.config
+        self.need(
+            config.embed_previous == 0,
+            "embeddings of earlier tokens",
+            "--model.embed-previous 0",
+        )
+        self.need(not self.value_residual, "value residuals", "--model.attention full")
+        is_gpt2 = self.norm == "layer" or self.positions == "learned"
+        fields = self.gpt2() if is_gpt2 else self.llama()
+        if self.obstacles:
+            raise UserError(
+                "No architecture of Hugging Face's transformers has: "
+                f"{'; '.join(self.obstacles)}. In brackets: the option of train.py for a model "
+                "that can be exported."
+            )
+        family = FAMILIES[fields["model_type"]]
+        return fields | {
+            "architectures": [family.architecture],
+            "vocab_size": vocab_size,
+            "tie_word_embeddings": config.tied_head,
+            "dtype": "float32",
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "gptlite": dataclasses.asdict(config),
+        }
+
+    def gpt2(self) -> dict[str, Any]:
+        config = self.config
+        self.need(config.block == "pre", f"GPT-2 with block {config.block}", "--model.block pre")
+        self.need(self.norm == "layer", f"GPT-2 with norm {config.norm}", "--model.norm layer")
+        self.need(
+            self.positions == "learned",
+            f"LayerNorm with {config.positions} positions",
+            "--model.positions learned, or --model.norm rms",
+        )
+        self.need(
+            self.attention == "full", f"GPT-2 with {config.attention}", "--model.attention full"
+        )
+        self.need(
+            config.n_kv_heads in (None, config.n_heads),
+            "GPT-2 with heads that share keys",
+            "without --model.n-kv-heads",
+        )
+        self.need(config.head_size is None, "GPT-2 with a head size", "without --model.head-size")
+        self.need(not config.qk_norm, "GPT-2 with QK-norm", "--model.no-qk-norm")
+        self.need(self.mlp in ACTIVATIONS, f"GPT-2 with mlp {config.mlp}", "--model.mlp gelu")
+        self.common(scale=False, cap=False)
+        return {
+            "model_type": "gpt2",
+            "n_layer": config.n_layers,
+            "n_head": config.n_heads,
+            "n_embd": config.d_model,
+            "n_inner": config.d_hidden,
+            "n_positions": config.context_length,
+            "activation_function": ACTIVATIONS.get(self.mlp),
+            "layer_norm_epsilon": float(self.norm_options.get("eps", 1e-5)),
+            **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+        }
+
+    def common(self, *, scale: bool, cap: bool) -> None:
+        config = self.config
+        if not scale:
+            self.need(not config.scale_embedding, "scaled embeddings", "--model.no-scale-embedding")
+        if not cap:
+            self.need(config.logit_cap is None, "capped logits", "without --model.logit-cap")
+
+    def llama(self) -> dict[str, Any]:
+        config = self.config
+        eps = float(self.norm_options.get("eps", 1e-6))
+        window = (
+            int(self.attention_options.get("window", 64)) if self.attention == "sliding" else None
+        )
+        self.need(self.norm == "rms", f"norm {config.norm}", "--model.norm rms")
+        self.need(
+            self.positions == "rotary", f"positions {config.positions}", "--model.positions rotary"
+        )
+        self.need(config.block in ("pre", "sandwich"), f"block {config.block}", "--model.block pre")
+        self.need(
+            self.attention in ("full", "sliding"), f"{config.attention}", "--model.attention full"
+        )
+        self.need(
+            not config.qk_norm or float(self.attention_options.get("qk_eps", 1e-6)) == eps,
+            "a QK-norm with an epsilon of its own",
+            f"--model.attention {self.attention}:qk_eps={eps}",
+        )
+        activation = ACTIVATIONS.get(self.mlp) or GATED.get(self.mlp)
+        self.need(activation is not None, f"mlp {config.mlp}", "--model.mlp swiglu")
+        gated = self.mlp in GATED
+        fields = {
+            "num_hidden_layers": config.n_layers,
+            "num_attention_heads": config.n_heads,
+            "num_key_value_heads": config.n_kv_heads or config.n_heads,
+            "head_dim": config.d_head,
+            "hidden_size": config.d_model,
+            "intermediate_size": config.d_hidden,
+            "max_position_embeddings": config.context_length,
+            "rms_norm_eps": eps,
+            "hidden_act": activation,
+            "rope_parameters": self.rope(),
+            "attention_bias": self.qkv_bias,
+            "attention_dropout": 0.0,
+        }
+        if config.block == "sandwich":
+            return self.gemma3(fields, window)
+        self.common(scale=False, cap=False)
+        if config.qk_norm:
+            self.need(
+                self.same_bias and not config.bias, "QK-norm with these biases", self.unbiased
+            )
+            self.need(
+                gated or self.mlp == "relu2",
+                f"QK-norm with mlp {config.mlp}",
+                "--model.mlp relu2, or --model.no-qk-norm",
+            )
+            sliding = {"use_sliding_window": True, "sliding_window": window}
+            kind = "full_attention" if window is None else "sliding_attention"
+            fields |= {} if window is None else sliding
+            # relu(x) · x is relu²(x): the gate is a copy of the other matrix.
+            fields |= {} if gated else {"hidden_act": "relu"}
+            return fields | {"model_type": "qwen3", "layer_types": [kind] * config.n_layers}
+        if not gated:
+            self.need(window is None, "a window without a gated MLP", "--model.attention full")
+            self.need(self.same_bias, "biases of some matrices without a gated MLP", self.unbiased)
+            return fields | {"model_type": "arcee", "mlp_bias": config.bias}
+        if self.qkv_bias and not self.output_bias:
+            self.need(
+                config.head_size in (None, config.d_model // config.n_heads),
+                "biases of queries, keys and values with a head size",
+                "without --model.head-size",
+            )
+            self.need(
+                window is None, "a window with biases", "--model.attention full:qkv_bias=true"
+            )
+            del fields["attention_bias"], fields["head_dim"]
+            return fields | {"model_type": "qwen2", "use_sliding_window": False}
+        self.need(self.same_bias, "a bias of the output matrix alone", self.unbiased)
+        if window is not None:
+            self.need(not self.qkv_bias, "a window with biases", self.unbiased)
+            del fields["attention_bias"]
+            return fields | {"model_type": "mistral", "sliding_window": window}
+        return fields | {"model_type": "llama", "mlp_bias": config.bias}
+
+    def gemma3(self, fields: dict[str, Any], window: int | None) -> dict[str, Any]:
+        config = self.config
+        self.need(self.mlp == "geglu", f"sandwich norms with mlp {config.mlp}", "--model.mlp geglu")
+        self.need(config.qk_norm, "sandwich norms without QK-norm", "--model.qk-norm")
+        self.need(
+            config.scale_embedding,
+            "sandwich norms without scaled embeddings",
+            "--model.scale-embedding",
+        )
+        self.need(
+            self.same_bias and not config.bias, "sandwich norms with these biases", self.unbiased
+        )
+        kind = "full_attention" if window is None else "sliding_attention"
+        rope = fields["rope_parameters"]
+        fields = {name: x for name, x in fields.items() if name != "hidden_act"}
+        return fields | {
+            "model_type": "gemma3_text",
+            "hidden_activation": GATED["geglu"],
+            "query_pre_attn_scalar": config.d_head,
+            "layer_types": [kind] * config.n_layers,
+            "sliding_window": window or config.context_length,
+            "rope_parameters": {"full_attention": rope, "sliding_attention": rope},
+            "final_logit_softcapping": config.logit_cap,
+        }
+
+    def rope(self) -> dict[str, Any]:
+        options = {name: float(x) for name, x in self.position_options.items()}
+        theta = {"rope_theta": options.get("theta", 10_000.0)}
+        if options.get("factor", 1.0) == 1.0:
+            return theta | {"rope_type": "default"}
+        return theta | {
+            "rope_type": "llama3",
+            "factor": options["factor"],
+            "low_freq_factor": options.get("low_frequency", 1.0),
+            "high_freq_factor": options.get("high_frequency", 4.0),
+            "original_max_position_embeddings": int(options.get("original_context", 8192)),
+        }
+
+
+# From their config to ours.
+
+
+def from_hf_config(fields: Mapping[str, Any]) -> ModelConfig:
+    """Our config for a model with these fields in its `config.json`.
+
+    **Raises:** `UserError`, which names the field, for what gptlite does not have.
+    """
+    kind = fields.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise UserError(
+            f"The model's model_type is {kind!r}: gptlite has {', '.join(FAMILIES)} (and of "
+            "gemma3_text only what it exports)."
+        )
+    reader = _Import({**DEFAULTS.get(kind, {}), **fields})
+    own = reader.own()
+    if own is not None:
+        return own
+    config = reader.gpt2() if kind == "gpt2" else reader.llama(kind)
+    reader.end()
+    return config
+
+
+def vocab_size_of(fields: Mapping[str, Any]) -> int:
+    """The rows of the embedding.
+
+    **Raises:** `UserError` if the field is missing or no size.
+    """
+    return _Import(fields).size("vocab_size")
+
+
+class _Import:
+    """The fields of a config, each of which must be asked for, or change nothing."""
+
+    def __init__(self, fields: Mapping[str, Any]):
+        self.fields = fields
+        self.asked = set(IGNORED)
+
+    def get(self, name: str, default: Any = None, kind: type = object) -> Any:
+        """The value of a field, of type `kind`, or `default`."""
+        self.asked.add(name)
+        value = self.fields.get(name)
+        if value is not None and not isinstance(value, kind):
+            shown = str(value)[:100]
+            raise UserError(f"The model's {name} must be of type {kind.__name__}, got {shown!r}.")
+        return default if value is None else value
+
+    def number(self, name: str, default: Any = None) -> float:
+        value = self.get(name, default)
+        if type(value) not in (int, float) or not is_plausible(value):
+            raise UserError(f"The model's {name} must be a number, got {str(value)[:100]!r}.")
+        return value
+
+    def size(self, name: str, default: Any = None) -> int:
+        value = self.get(name, default)
+        if type(value) is not int or not 0 < value <= MAX_SIZE:
+            raise UserError(
+                f"The model's {name} must be a whole number from 1 to {MAX_SIZE:,}, got "
+                f"{str(value)[:100]!r}."
+            )
+        return value
+
+    def require(self, name: str, *allowed: Any, default: Any = None) -> Any:
+        """The value of a field, which must be one of `allowed`."""
+        value = self.get(name, default)
+        if value not in allowed:
+            choices = " or ".join(repr(x) for x in allowed)
+            raise UserError(f"The model's {name} is {value!r}: gptlite has {choices} only.")
+        return value
+
+    def left(self) -> Iterator[str]:
+        """The fields that were not asked for and may change what is computed."""
+        for name, value in self.fields.items():
+            is_token = name.startswith("_") or name.endswith("_token_id")
+            if not is_token and name not in self.asked and value not in (None, False, [], {}, ""):
+                yield name
+
+    def end(self) -> None:
+        """**Raises:** `UserError` if there is such a field."""
+        for name in self.left():
+            shown = str(self.fields[name])[:100]
+            raise UserError(
+                f"The model's config has a field {name}, {shown}, that gptlite does not know."
+            )
+
+    def own(self) -> ModelConfig | None:
+        """The config that gptlite has written, if the other fields are still what it says."""
+        try:
+            config = ModelConfig(**self.fields["gptlite"])
+            written = to_hf_config(config, self.fields["vocab_size"])
+        except (KeyError, TypeError, ValueError):
+            return None
+        reader = _Import(self.fields)
+        reader.asked |= written.keys() | DEFAULTS.get(written["model_type"], {}).keys()
+        same = all(self.fields.get(name) == value for name, value in written.items())
+        return config if same and not any(reader.left()) else None
+
+    def gpt2(self) -> ModelConfig:
+        self.require("scale_attn_weights", True, default=True)
+        for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
+            self.require(name, False, default=False)
+        activation = self.activation("activation_function", "gelu_new", ACTIVATIONS)
+        eps = self.number("layer_norm_epsilon", 1e-5)
+        return ModelConfig(
+            n_layers=self.size("n_layer", 12),
+            n_heads=self.size("n_head", 12),
+            d_model=self.size("n_embd", 768),
+            d_ff=self.size("n_inner", 4 * self.size("n_embd", 768)),
+            context_length=self.size("n_positions", 1024),
+            norm="layer" if eps == 1e-5 else f"layer:eps={eps}",
+            mlp=activation,
+            positions="learned",
+            embed_previous=0,
+            qk_norm=False,
+            bias=True,
+            tied_head=self.require("tie_word_embeddings", True, False, default=True),
+            init="gpt2",
+        )
+
+    def activation(self, field: str, default: str, table: Mapping[str, str]) -> str:
+        theirs = self.get(field, default, str)
+        theirs = SYNONYMS.get(theirs, theirs)
+        for ours, name in table.items():
+            if name == theirs:
+                return ours
+        raise UserError(
+            f"The model's {field} is {theirs!r}: gptlite has {', '.join(table.values())} there."
+        )
+
+    def llama(self, kind: str) -> ModelConfig:
+        n_layers, n_heads = self.size("num_hidden_layers"), self.size("num_attention_heads")
+        d_model, is_gemma = self.size("hidden_size"), kind == "gemma3_text"
+        d_head = self.size("head_dim", d_model // n_heads)
+        eps = self.number("rms_norm_eps", 1e-6)
+        window = self.window(kind, n_layers)
+        attention_bias = self.require("attention_bias", True, False, default=False)
+        mlp_bias = self.require("mlp_bias", True, False, default=False)
+        if mlp_bias and not attention_bias:
+            raise UserError("The model's mlp_bias is True: gptlite has that with attention_bias.")
+        qk_norm = kind == "qwen3" or is_gemma
+        options: dict[str, Any] = {} if window is None else {"window": window}
+        if kind == "qwen2" or (attention_bias and not mlp_bias):
+            options["qkv_bias"] = "true"
+            options |= {"output_bias": "true"} if attention_bias else {}
+        if qk_norm:
+            options |= {"qk_gain": "true"} | ({} if eps == 1e-6 else {"qk_eps": eps})
+        if is_gemma:
+            scalar = self.number("query_pre_attn_scalar", 256)
+            if scalar != d_head:
+                raise UserError(
+                    f"The model's query_pre_attn_scalar is {scalar}: gptlite has head_dim, "
+                    f"{d_head}."
+                )
+            for name in ("attn_logit_softcapping", "use_bidirectional_attention"):
+                self.require(name, None, False)
+            self.asked.add("sliding_window_pattern")
+        cap = self.get("final_logit_softcapping") if is_gemma else None
+        table = ACTIVATIONS if kind == "arcee" else GATED
+        default = {"arcee": "relu2", "gemma3_text": GATED["geglu"]}.get(kind, "silu")
+        return ModelConfig(
+            n_layers=n_layers,
+            n_heads=n_heads,
+            n_kv_heads=self.size("num_key_value_heads", n_heads),
+            head_size=None if d_head * n_heads == d_model else d_head,
+            d_model=d_model,
+            d_ff=self.size("intermediate_size"),
+            context_length=self.size("max_position_embeddings"),
+            block="sandwich" if is_gemma else "pre",
+            norm=_choice("rms", {} if eps == 1e-6 else {"eps": eps}),
+            attention=_choice("full" if window is None else "sliding", options),
+            mlp=self.activation("hidden_activation" if is_gemma else "hidden_act", default, table),
+            positions=_choice("rotary", self.rope(kind, window)),
+            embed_previous=0,
+            scale_embedding=is_gemma,
+            qk_norm=qk_norm,
+            logit_cap=cap and self.number("final_logit_softcapping"),
+            bias=mlp_bias,
+            tied_head=self.require("tie_word_embeddings", True, False, default=is_gemma),
+            init="gpt2",
+        )
+
+    def window(self, kind: str, n_layers: int) -> int | None:
+        """How many tokens a token attends to, the same in all layers. None: all."""
+        window = self.get("sliding_window") and self.size("sliding_window")
+        if kind == "mistral":
+            return window
+        types = self.get("layer_types", kind=list)
+        uses = self.get("use_sliding_window", kind == "gemma3_text", bool)
+        if not uses or window is None or kind in ("llama", "arcee"):
+            return None
+        if types is None:
+            first = self.number("max_window_layers", 28)
+            every = self.size("sliding_window_pattern", 6)
+            is_full = [
+                (i + 1) % every == 0 if kind == "gemma3_text" else i < first
+                for i in range(n_layers)
+            ]
+            types = ["full_attention" if full else "sliding_attention" for full in is_full]
+        if types == ["full_attention"] * n_layers:
+            return None
+        if types != ["sliding_attention"] * n_layers:
+            raise UserError(
+                "The model's layer_types differ: gptlite has the same attention in all layers."
+            )
+        return window
+
+    def rope(self, kind: str, window: int | None) -> dict[str, Any]:
+        """The options of `rotary`. (Their classes read old names of fields, too: see
+        `convert_rope_params_to_dict`.)"""
+        found = self.get("rope_parameters", {}, dict)
+        scaling = self.get("rope_scaling", {}, dict)
+        self.require("partial_rotary_factor", 1.0, default=1.0)
+        if kind == "gemma3_text":
+            of = _Import(found)
+            full, sliding = (of.get(f"{x}_attention", {}, dict) for x in ("full", "sliding"))
+            of.end()
+            full = {"rope_theta": self.get("rope_theta", 1_000_000.0), **full, **scaling}
+            sliding = {"rope_theta": self.get("rope_local_base_freq", 10_000.0), **sliding}
+            found = full if window is None else sliding
+        else:
+            found = {"rope_theta": self.get("rope_theta", 10_000.0), **(scaling or found)}
+        if "type" in found:  # its name before
+            found = {"rope_type": found["type"], **found}
+            del found["type"]
+        rope = _Import({f"rope_parameters.{name}": x for name, x in found.items()})
+        rope.asked.clear()
+        rope.require("rope_parameters.partial_rotary_factor", 1.0, default=1.0)
+        theta = float(rope.number("rope_parameters.rope_theta"))
+        options = {} if theta == 10_000.0 else {"theta": theta}
+        if (
+            rope.require("rope_parameters.rope_type", "default", "llama3", default="default")
+            == "llama3"
+        ):
+            options |= {
+                ours: rope.number(f"rope_parameters.{theirs}")
+                for ours, theirs in (
+                    ("factor", "factor"),
+                    ("low_frequency", "low_freq_factor"),
+                    ("high_frequency", "high_freq_factor"),
+                    ("original_context", "original_max_position_embeddings"),
+                )
+            }
+        rope.end()
+        return options
+
+
+def _choice(name: str, options: Mapping[str, Any]) -> str:
+    return ":".join([name, *(f"{option}={value}" for option, value in options.items())])
+
+
+# Weights.
+
+
+class Names:
+    """Where a parameter of ours is among theirs."""
+
+    def __init__(self, config: ModelConfig, model_type: str):
+        self.config, self.family = config, FAMILIES[model_type]
+
+    def of(self, name: str) -> list[str]:
+        """Their names of our parameter: one for each layer, or a single one."""
+        module, _, leaf = name.rpartition(".")
+        if not name.startswith("stack.blocks."):
+            return [f"{self.family.top[module]}.{leaf}"]
+        theirs = self.family.layer[module.removeprefix("stack.blocks.")]
+        layers = range(self.config.n_layers)
+        return [f"{self.family.layers}.{i}.{theirs}.{leaf}" for i in layers]
+
+    def part(self, name: str) -> int | None:
+        """Which third of their matrix ours is; None: all of it."""
+        module = name.rpartition(".")[0].removeprefix("stack.blocks.")
+        return JOINED.index(module) if self.family.transposed and module in JOINED else None
+
+    def swaps(self, name: str) -> bool:
+        """Whether their matrix is the transpose of ours."""
+        return self.family.transposed and name.startswith("stack.") and not self.is_gain(name)
+
+    def is_gain(self, name: str) -> bool:
+        return "norm" in name.rpartition(".")[0].rpartition(".")[2]
+
+
+def import_arrays(names: Names, wanted: Mapping[str, Any], get: Any) -> dict[str, np.ndarray]:
+    """Our parameters, in float32. `wanted` are shapes by our names; `get(name)` returns theirs."""
+    found = {}
+    for name, leaf in wanted.items():
+        layers = []
+        for theirs in names.of(name):
+            array = np.asarray(get(theirs), np.float32)
+            if names.swaps(name):
+                array = array.T
+            part = names.part(name)
+            if part is not None:
+                array = np.split(array, 3)[part]
+            if names.is_gain(name) and name.endswith(".weight"):
+                array = array + np.float32(names.family.gain_offset)
+            layers.append(array)
+        found[name] = np.stack(layers) if name.startswith("stack.blocks.") else layers[0]
+        shape = tuple(leaf.shape)
+        if found[name].shape != shape:
+            raise UserError(
+                f"The model's {names.of(name)[0]} has the shape {list(layers[0].shape)}, and its "
+                f"config calls for {list(shape[1:] if len(layers) > 1 else shape)}."
+            )
+    return found
+
+
+def export_arrays(
+    names: Names, ours: Mapping[str, np.ndarray], vocab_size: int
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Their parameters, by their names, from ours."""
+    joined: dict[str, list[np.ndarray]] = {}
+    for name, value in ours.items():
+        theirs = names.of(name)
+        for i, their in enumerate(theirs):
+            array = value[i] if name.startswith("stack.blocks.") else value
+            if name in ("embedding.weight", "head.weight"):
+                array = array[:vocab_size]
+            if names.is_gain(name) and name.endswith(".weight"):
+                array = array - np.float32(names.family.gain_offset)
+            if names.part(name) is not None:
+                joined.setdefault(their, []).append(array)
+                if len(joined[their]) < 3:
+                    continue
+                array = np.concatenate(joined.pop(their))
+            yield their, np.ascontiguousarray(array.T if names.swaps(name) else array)
+    yield from _implied(names, ours)
+
+
+def _implied(names: Names, ours: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+    """Parameters that theirs has, and ours does without."""
+    config, prefix, kind = names.config, names.family.layers, names.family.model_type
+    for i in range(config.n_layers):
+        if kind in ("qwen3", "gemma3_text"):
+            gain = np.full(config.d_head, 1 - names.family.gain_offset, np.float32)
+            for which in ("query", "key"):
+                name = f"stack.blocks.attention.heads.{which}_norm.weight"
+                if name not in ours:
+                    yield f"{prefix}.{i}.self_attn.{which[0]}_norm.weight", gain
+        if kind == "qwen3" and split_options(config.mlp)[0] == "relu2":
+            yield f"{prefix}.{i}.mlp.gate_proj.weight", ours["stack.blocks.mlp.up.weight"][i]
+        if kind == "gpt2" and not config.bias:
+            d, d_ff = config.d_model, config.d_hidden
+            sizes = {"ln_1": d, "ln_2": d, "attn.c_attn": 3 * d, "attn.c_proj": d}
+            for module, size in (sizes | {"mlp.c_fc": d_ff, "mlp.c_proj": d}).items():
+                yield f"{prefix}.{i}.{module}.bias", np.zeros(size, np.float32)
+    if kind == "gpt2" and not config.bias:
+        yield "transformer.ln_f.bias", np.zeros(config.d_model, np.float32)

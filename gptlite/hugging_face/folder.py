@@ -1,0 +1,188 @@
+"""Folders in Hugging Face's format: imported as a run, and exported from one."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from gptlite.config import Config, DataConfig, ModelConfig
+from gptlite.errors import UserError, require
+from gptlite.hugging_face.architectures import (
+    Names,
+    export_arrays,
+    from_hf_config,
+    import_arrays,
+    to_hf_config,
+    vocab_size_of,
+)
+from gptlite.hugging_face.hub import INDEX, fetch, find_folder
+from gptlite.hugging_face.tokenizer import read_hf_tokenizer, to_hf_tokenizer
+from gptlite.machine.files import check_regular, read_json, write_atomically, write_json
+from gptlite.runs.model import abstract_model
+from gptlite.runs.run import Run
+from gptlite.runs.weights import fill, named_arrays, named_leaves, require_room
+from gptlite.text.tokenizer import as_ids, decode
+
+WEIGHTS = "model.safetensors"
+# Buffers in files of some versions of transformers that are no parameters.
+BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+
+
+def load_hf(name: str) -> Run:
+    """The model in a folder in Hugging Face's format, or of that name on the hub, with its config
+    and tokenizer. Weights are in float32, whatever they are stored in.
+
+    **Raises:** `UserError` if it cannot be read or fetched, or has what gptlite does not have.
+    """
+    folder = find_folder(name)
+    fields = _read(folder / "config.json")
+    model, vocab_size = from_hf_config(fields), vocab_size_of(fields)
+    tokenizer = read_hf_tokenizer(folder, vocab_size, _end_ids(folder, fields, vocab_size))
+    skeleton = abstract_model(model, tokenizer)
+    require_room(str(folder), skeleton)
+    names = Names(model, fields["model_type"])
+    if folder != Path(name):
+        fetch(name, _weight_files(folder), folder.name)
+    files = _Tensors(folder, names.family.layers.partition(".")[0])
+    arrays = import_arrays(names, named_leaves(skeleton), files.get)
+    files.end(dict(export_arrays(names, arrays, vocab_size)))
+    config = Config(model=model, data=DataConfig(tokenizer=f"hf:{name}"))
+    return Run(folder, config, tokenizer, fill(skeleton, arrays, f"The weights of {name}"))
+
+
+def export_run(run: Run, folder: Path) -> None:
+    """Write the model and the tokenizer of `run` to a new folder, as `AutoModelForCausalLM` and
+    `AutoTokenizer` of `transformers` load them.
+
+    **Raises:** `UserError`, before anything is written, if no architecture can express the model,
+    or the folder is not empty.
+    """
+    vocab_size = run.model.vocab_size
+    fields = to_hf_config(run.config.model, vocab_size)
+    names = Names(run.config.model, fields["model_type"])
+    tokenizer = to_hf_tokenizer(run.tokenizer)
+    ends = [decode(run.tokenizer, as_ids([i])) for i in run.tokenizer.end_ids]
+    arrays = dict(export_arrays(names, named_arrays(run.model), vocab_size))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        require(not any(folder.iterdir()), f"{folder} is not empty: give a new folder.")
+        write_json(folder / "config.json", fields)
+        write_json(
+            folder / "generation_config.json",
+            {"do_sample": True, "eos_token_id": list(run.tokenizer.end_ids) or None},
+        )
+        write_atomically(folder / "tokenizer.json", tokenizer)
+        write_json(
+            folder / "tokenizer_config.json",
+            {
+                # Others would make a tokenizer of their own from the model's type.
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "clean_up_tokenization_spaces": False,
+                "model_max_length": run.config.model.context_length,
+                "eos_token": next(filter(None, ends), None),
+            },
+        )
+        content = safetensors.numpy.save(arrays, {"format": "pt"})
+        write_atomically(folder / "model.safetensors", content)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error}.") from error
+
+
+def load_hf_config(folder: Path) -> ModelConfig:
+    """The config of the model in `folder`.
+
+    **Raises:** `UserError` as `load_hf` does.
+    """
+    return from_hf_config(_read(folder / "config.json"))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return read_json(path.resolve())  # files in the hub's cache are links
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}.") from error
+
+
+def _end_ids(folder: Path, fields: dict[str, Any], vocab_size: int) -> list[int]:
+    """The ids that end a text: `eos_token_id` is an id, several, or none."""
+    path = folder / "generation_config.json"
+    found = (_read(path) if path.exists() else fields).get("eos_token_id")
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    right = all(type(i) is int and i >= 0 for i in ids)
+    require(right, f"The model's eos_token_id must be ids, got {str(found)[:100]!r}.")
+    # Defaults of another vocabulary are never generated.
+    return [i for i in ids if i < vocab_size]
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """The names of the files that hold the tensors.
+
+    **Raises:** `UserError` if the index of several files is not right.
+    """
+    if os.path.lexists(folder / WEIGHTS) or not (folder / INDEX).exists():
+        return [WEIGHTS]
+    files = _read(folder / INDEX).get("weight_map")
+    right = isinstance(files, dict) and all(
+        isinstance(file, str) and file == Path(file).name and file.endswith(".safetensors")
+        for file in files.values()
+    )
+    require(right, f"The weight_map in {folder / INDEX} must be of names to .safetensors files.")
+    return sorted(set(files.values())) if isinstance(files, dict) else []
+
+
+class _Tensors:
+    """The tensors in the files of a model."""
+
+    def __init__(self, folder: Path, prefix: str):
+        """`prefix`: of the names, where a file has the head too."""
+        self._folder, self._prefix = folder, prefix
+        try:
+            self._files: dict[str, Any] = {}
+            for name in _weight_files(folder):
+                path = (folder / name).resolve()
+                check_regular(path)
+                file = safetensors.safe_open(path, "numpy")
+                self._files |= dict.fromkeys(file.keys(), file)
+        except (OSError, safetensors.SafetensorError) as error:
+            raise UserError(
+                f"The weights in {folder} cannot be read: {error}. (Only the safetensors format is "
+                "read.)"
+            ) from error
+        self._left = set(self._files)
+
+    def get(self, name: str) -> np.ndarray:
+        """A tensor. A model without a head's name in front is found, too."""
+        bare = name.removeprefix(f"{self._prefix}.")
+        found = name if name in self._files else bare
+        if found not in self._files:
+            raise UserError(f"The weights in {self._folder} lack {name}.")
+        self._left.discard(found)
+        try:
+            array = np.asarray(self._files[found].get_tensor(found))
+        except (OSError, KeyError, TypeError, safetensors.SafetensorError) as error:
+            raise UserError(f"{found} in {self._folder} cannot be read: {error}.") from error
+        kinds = ("float16", "bfloat16", "float32", "float64")
+        require(array.dtype.name in kinds, f"{found} in {self._folder} is {array.dtype}.")
+        return array
+
+    def end(self, known: dict[str, np.ndarray]) -> None:
+        """**Raises:** `UserError` if a tensor is left that the model has no place for, and that is
+        not what the model without it computes with."""
+        for name in sorted(self._left):
+            if name.endswith(BUFFERS):
+                continue
+            full = name if name in known else f"{self._prefix}.{name}"
+            same = full in known and np.array_equal(self.get(name), known[full])
+            # A tied head may be stored, too.
+            tied = name == "lm_head.weight" and any(
+                np.array_equal(self.get(name), known[table])
+                for table in ("model.embed_tokens.weight", "transformer.wte.weight")
+                if table in known
+            )
+            require(
+                same or tied,
+                f"The weights in {self._folder} hold {name}, which gptlite has no place for.",
+            )

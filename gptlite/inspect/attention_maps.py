@@ -1,0 +1,61 @@
+"""The attention weights inside a model."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+from jaxtyping import Array, Float
+
+from gptlite.errors import UserError
+from gptlite.inspect.hooks import with_call_hook
+from gptlite.nn.stack import Stack
+
+M = TypeVar("M", bound=eqx.Module)
+
+
+def attention_maps(
+    model: Callable[..., Any], *arguments: Any, **options: Any
+) -> dict[str, Float[Array, "*batch heads queries keys"]]:
+    """The attention weights of all layers in `model(*arguments, **options)`, by their path in the
+    model, e.g. `stack.blocks.0.attention`.
+
+    Every module with a method `weights` has one: `Attention`, `CrossAttention`, or your own. The
+    method is called with the arguments of the module.
+
+    **Raises:** `UserError` if such a method returns another shape than that of attention weights.
+    """
+
+    # Layers that share a module would share its name.
+    return _attention_maps(jax.tree.map(_unstacked, model, is_leaf=_is_stack), arguments, options)
+
+
+@eqx.filter_jit
+def _attention_maps(
+    model: Any, arguments: tuple[Any, ...], options: dict[str, Any]
+) -> dict[str, Array]:
+    found: dict[str, Array] = {}
+
+    def on_call(name, module, given, others, out):
+        weights = found[name] = module.weights(*given, **others)
+        x = given[0]
+        if weights.shape[:-3] != x.shape[:-2] or weights.shape[-2] != x.shape[-2]:
+            raise UserError(
+                f"{name}.weights must return [*batch, heads, seq, keys] for inputs of "
+                f"{list(x.shape)}, got {list(weights.shape)}."
+            )
+
+    with_call_hook(model, _has_weights, on_call)(*arguments, **options)
+    return found
+
+
+def _has_weights(node: Any) -> bool:
+    return isinstance(node, eqx.Module) and callable(getattr(type(node), "weights", None))
+
+
+def _is_stack(node: Any) -> bool:
+    return isinstance(node, Stack)
+
+
+def _unstacked(node: Any) -> Any:
+    return node.unstack() if _is_stack(node) else node

@@ -1,0 +1,160 @@
+"""A table of a model's parts, with output and parameters, and the model's FLOPs and memory."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from gptlite.family.seq2seq import Seq2Seq
+from gptlite.inspect.hooks import with_call_hook
+from gptlite.machine.pytrees import Trainable, count_parameters, is_array, is_stacked, path_name
+from gptlite.models.gpt import GPT
+
+
+def flops_per_token(model: Any, trained: Trainable = is_array) -> tuple[int, int]:
+    """FLOPs per token at the full context: forward, and training (forward and backward). Counts two
+    per multiply-add of every matrix product, of causal attention those of the blocks that `attend`
+    computes. For an encoder-decoder: per token of the target, with a source of the same length.
+
+    `trained`: the parameters that have a gradient. Default: all.
+    """
+    inputs = _inputs(model)
+
+    def loss(params, rest, *inputs):
+        # Squared, so that the gradient needs the output.
+        return jnp.mean(jnp.square(eqx.combine(params, rest)(*inputs)))
+
+    forward = eqx.filter_make_jaxpr(lambda model, *inputs: model(*inputs))(model, *inputs)[0]
+    parts = eqx.partition(model, trained)
+    training = eqx.filter_make_jaxpr(eqx.filter_grad(loss))(*parts, *inputs)[0]
+    # Without the gradients of parameters that are not trained, which a function with a rule of its
+    # own computes in any case.
+    needed, _ = dce_jaxpr(training.jaxpr, [True] * len(training.jaxpr.outvars))
+    context = model.config.context_length
+    return _product_flops(forward.jaxpr) // context, _product_flops(needed) // context
+
+
+def activation_bytes(model: Any, batch_size: int) -> int:
+    """Bytes that the forward pass of a batch at the full context keeps for the backward pass. The
+    compiler may keep less, and recompute the rest."""
+    params, static = eqx.partition(model, is_array)
+
+    def kept(rows: int) -> int:
+        residuals = jax.eval_shape(
+            lambda params, *inputs: jax.vjp(lambda p: eqx.combine(p, static)(*inputs), params)[1],
+            params,
+            *_inputs(model, rows),
+        )
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(residuals))
+
+    # Twice the batch keeps twice the activations, and the same parameters.
+    return kept(2 * batch_size) - kept(batch_size)
+
+
+def _inputs(model: Any, *batch: int) -> list[jax.ShapeDtypeStruct]:
+    """The inputs of `model`, at the full context: ids, or for an encoder-decoder two of them."""
+    ids = jax.ShapeDtypeStruct((*batch, model.config.context_length), jnp.int32)
+    return [ids, ids] if isinstance(model, Seq2Seq) else [ids]
+
+
+def summary(model: Any, *, batch_size: int = 1, trained: Trainable = is_array) -> str:
+    """The table, with totals below it, of a `GPT`, an `Encoder`, a `Seq2Seq`, or any model from ids
+    that has a `config`.
+
+    One line for each module that holds parameters. Memory is an estimate for training in float32 on
+    one device, which has all parameters and computes `batch_size` rows at once: parameters,
+    gradients, Adam's two moments, activations. `trained`: as for `flops_per_token`.
+    """
+    total, count_trained = count_parameters(model), count_parameters(eqx.filter(model, trained))
+    rows = [("module", "output", "parameters", "share")]
+    for name, layers, module, shape in _modules(model):
+        count = count_parameters(module)
+        label = f"{name} (x {layers})" if layers > 1 else name
+        rows.append((label, shape, f"{count:,}", f"{count / total:.1%}"))
+    decoder = model.decoder if isinstance(model, Seq2Seq) else model
+    if isinstance(decoder, GPT) and decoder.head is None:
+        rows.append(("head (the embedding's weight)", f"[seq, {decoder.vocab_size}]", "0", "0.0%"))
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    lines = [
+        f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}"
+        for a, b, c, d in rows
+    ]
+    forward, training = flops_per_token(model, trained)
+    of_what = " (of the target, for a source as long)" if isinstance(model, Seq2Seq) else ""
+    state = 4 * (total + 3 * count_trained)
+    activations = activation_bytes(model, batch_size)
+    some = "" if count_trained == total else f", of which {count_trained:,} are trained"
+    return "\n".join(
+        [
+            *lines[:1],
+            "-" * len(lines[0]),
+            *lines[1:],
+            "-" * len(lines[0]),
+            f"parameters                {total:,}{some}",
+            f"FLOPs per token, forward  {forward:,}{of_what}",
+            f"FLOPs per token, training {training:,}{of_what}",
+            f"memory of one device      {(state + activations) / 2**20:,.0f} MiB in training with "
+            f"{batch_size} rows at once: {state / 2**20:,.0f} for parameters, gradients and Adam, "
+            f"at most {activations / 2**20:,.0f} for activations",
+        ]
+    )
+
+
+def _modules(model: Any) -> list[tuple[str, int, Any, str]]:
+    """Name, number of layers, module and output shape of each module that holds arrays itself."""
+    shapes: dict[str, str] = {}
+
+    def on_call(name, module, arguments, options, out):
+        # A block also returns its cache.
+        shapes[name] = _shape(out[0] if isinstance(out, tuple) else out)
+
+    out = eqx.filter_eval_shape(with_call_hook(model, _holds_arrays, on_call), *_inputs(model, 1))
+    found = jax.tree_util.tree_leaves_with_path(model, is_leaf=_holds_arrays)
+    modules = [(path_name(path), node) for path, node in found if _holds_arrays(node)]
+    layers = model.config.n_layers
+    # A head is never called: only its weight is used.
+    shapes |= {name: _shape(out) for name, _ in modules if name.endswith("head")}
+    return [
+        (name, layers if is_stacked(name) else 1, node, shapes.get(name, "-"))
+        for name, node in modules
+    ]
+
+
+def _shape(x: Any) -> str:
+    return f"[seq, {x.shape[-1]}]"
+
+
+def _holds_arrays(node: Any) -> bool:
+    return isinstance(node, eqx.Module) and any(map(is_array, vars(node).values()))
+
+
+def _product_flops(jaxpr: Jaxpr) -> int:
+    """Two for each multiply-add of the matrix products in `jaxpr` and the functions it calls."""
+    total = 0
+    for equation in jaxpr.eqns:
+        repeats = equation.params["length"] if equation.primitive.name == "scan" else 1
+        # Only one branch runs, as for a choice of the platform.
+        add = max if equation.primitive.name == "cond" else sum
+        inner = [_product_flops(inner) for inner in _inner_jaxprs(equation.params)]
+        total += repeats * (add(inner) if inner else 0)
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            left: Any = equation.invars[0].aval
+            product: Any = equation.outvars[0].aval
+            depth = math.prod(left.shape[axis] for axis in contracted)
+            total += 2 * depth * math.prod(product.shape)
+    return total
+
+
+def _inner_jaxprs(params: dict[str, Any]) -> Iterator[Jaxpr]:
+    for value in params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(item, ClosedJaxpr):
+                yield item.jaxpr
+            elif isinstance(item, Jaxpr):
+                yield item

@@ -1,0 +1,1 @@
+"""What the rest stands on: files, processes, memory, the terminal."""

@@ -1,0 +1,83 @@
+"""Bounds of fields, in their annotations, and the checks of values against annotations."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from gptlite.errors import require
+
+# Array sizes and counts: JAX indexes with 32 bits.
+MAX_INT32 = 2**31 - 1
+
+
+# The largest number in float32.
+MAX_FLOAT32 = 3.4e38
+
+
+class Rule:
+    """A note in `Annotated` that a value must keep to."""
+
+    def check(self, name: str, value: Any) -> None:
+        """**Raises:** `UserError`, which names the field, if `value` breaks the rule."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Between(Rule):
+    """Bounds of a number, for `Annotated`: `low <= value <= high`, with `above` `low < value`. NaN
+    is out of bounds."""
+
+    low: float
+    high: float = MAX_FLOAT32
+    above: bool = False
+
+    def check(self, name: str, value: Any) -> None:
+        """**Raises:** `UserError` if `value` is out of bounds."""
+        low = "above" if self.above else "at least"
+        is_plain = self.high == MAX_FLOAT32 and value <= self.high
+        high = "" if is_plain else f" and at most {self.high}"
+        require(
+            self.low <= value <= self.high and not (self.above and value == self.low),
+            f"{name} must be {low} {self.low}{high}, got {value}.",
+        )
+
+
+def check_value(name: str, value: Any, kind: Any) -> None:
+    """Check `value` against an annotation: its type (an int passes as a float, a bool does not
+    pass as an int), the choices of a `Literal`, and the bounds in an `Annotated`.
+
+    **Raises:** `UserError`, which names what would be right.
+    """
+    kind, *notes = (
+        (kind.__origin__, *kind.__metadata__) if get_origin(kind) is Annotated else [kind]
+    )
+    if get_origin(kind) is Literal:
+        choices = get_args(kind)
+        require(value in choices, f"{name} must be one of {', '.join(choices)}, got {value!r}.")
+        return
+    union = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    kinds = tuple(get_origin(k) or k for k in union)
+    if value is None and NoneType in kinds:
+        return
+    accepted = (*kinds, int) if float in kinds else kinds
+    words = " or ".join("None" if k is NoneType else k.__name__ for k in kinds)
+    require(
+        isinstance(value, accepted) and (bool in kinds or not isinstance(value, bool)),
+        f"{name} must be {words}, got {value!r}.",
+    )
+    for note in notes:  # tyro's are no rules
+        if isinstance(note, Rule):
+            note.check(name, value)
+
+
+@functools.cache
+def _hints(kind: type) -> Mapping[str, Any]:
+    return get_type_hints(kind, include_extras=True)
+
+
+def check_fields(section: str, config: Any) -> None:
+    """`check_value` for every field of the dataclass `config`."""
+    for name, kind in _hints(type(config)).items():
+        check_value(f"{section}{name}", getattr(config, name), kind)

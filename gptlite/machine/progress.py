@@ -1,0 +1,76 @@
+"""Log lines and progress bars, on standard output, and what a terminal may be shown."""
+
+import re
+import sys
+from typing import TextIO
+
+from tqdm import tqdm
+
+from gptlite.errors import UserError
+
+# Characters of an error message.
+MAX_SENTENCE = 4000
+
+# Control characters but tabs and line ends; separators of lines and paragraphs; characters that
+# change the direction of the text after them; halves of a pair, which cannot be printed.
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """`text` with escapes such as `\\x1b` in place of characters that a terminal would obey. Text
+    from a model, a run folder or a file may have any."""
+    return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+
+
+def log(message: str, file: TextIO | None = None) -> None:
+    """Print a line, above any progress bar. `file`: default standard output."""
+    stream = sys.stdout if file is None else file
+    tqdm.write(printable(message), file=stream)
+    stream.flush()
+
+
+def sentence_of(error: BaseException) -> str | None:
+    """What a user is told of an error; None if it is unexpected, a mistake of the program's."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped"
+    if isinstance(error, OSError):
+        return f"{error}."
+    # XLA's error, recognised by its text: this module does not import JAX.
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+        return (
+            "this does not fit into memory: use a smaller model or batch, or less at once "
+            "(train.py: --training.accumulation; sample.py: --num-samples; compare.py: "
+            "--seeds-at-once)."
+        )
+    return None
+
+
+def print_error(sentence: str) -> None:
+    """Print an error on standard error."""
+    sentence = printable(sentence)
+    # It may repeat a string of a run, of any length.
+    cut = sentence if len(sentence) <= MAX_SENTENCE else f"{sentence[:MAX_SENTENCE]} ..."
+    print(f"error: {cut}", file=sys.stderr, flush=True)
+
+
+def progress_bar(
+    description: str, total: int | None = None, *, unit: str, done: int = 0, delay: float = 0.0
+) -> tqdm:
+    """A progress bar where standard output is a terminal, and nothing elsewhere.
+
+    It starts at `done` of `total`, appears after `delay` seconds, and is removed at its end.
+    """
+    return tqdm(
+        desc=description,
+        total=total,
+        initial=done,
+        unit=unit,
+        unit_scale=unit != "step",
+        delay=delay,
+        leave=False,
+        file=sys.stdout,
+        disable=not sys.stdout.isatty(),
+        dynamic_ncols=True,
+    )

@@ -1,0 +1,1 @@
+"""What is written otherwise for speed, each with its reference."""

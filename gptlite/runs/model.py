@@ -1,0 +1,38 @@
+"""The model of a run: of a config, for the ids of a tokenizer."""
+
+import equinox as eqx
+import jax
+from jaxtyping import PRNGKeyArray
+
+from gptlite.config import ModelConfig, parse_lora
+from gptlite.models.gpt import GPT
+from gptlite.text.tokenizer import Tokenizer
+
+
+def make_model(config: ModelConfig, tokenizer: Tokenizer, *, key: PRNGKeyArray) -> GPT:
+    """A `GPT` for the ids of `tokenizer`.
+
+    **Raises:** `UserError` if documents are to be separate, and the tokenizer has no end-of-text
+    token.
+    """
+    ends = tokenizer.end_ids if config.separate_documents else ()
+    model = GPT(
+        config,
+        tokenizer.vocab_size,
+        padded_vocab_size=tokenizer.padded_vocab_size,
+        separator=ends[0] if ends else None,
+        key=key,
+    )
+    if config.lora is None:
+        return model
+    from gptlite.adapters import with_adapters
+
+    return with_adapters(model, parse_lora(config.lora), key=key)
+
+
+def abstract_model(config: ModelConfig, tokenizer: Tokenizer) -> GPT:
+    """`make_model` with the shapes of arrays in place of the arrays. Computes nothing.
+
+    **Raises:** `UserError` as `make_model` does.
+    """
+    return eqx.filter_eval_shape(make_model, config, tokenizer, key=jax.random.key(0))

@@ -1,0 +1,61 @@
+"""The picture of a run's losses, and what all pictures share.
+
+Pictures are Matplotlib figures: `figure.savefig("picture.png")` writes one, and in a notebook,
+after `%matplotlib inline`, the last line of a cell shows one.
+"""
+
+import io
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from gptlite.machine.files import write_atomically
+from gptlite.runs.metrics import Metrics
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def save_picture(figure: "Figure", path: Path) -> None:
+    """Write a figure as PNG, in place of whatever is at `path`: also of a link, which Matplotlib
+    would follow."""
+    png = io.BytesIO()
+    figure.savefig(png, format="png")
+    write_atomically(path, png.getvalue())
+
+
+def losses(records: Sequence[Metrics]) -> "Figure":
+    """The training and validation losses, in nats per token, over steps."""
+    evaluated = [(r.step, r.val_loss) for r in records if r.val_loss is not msgspec.UNSET]
+    val_steps, val_losses = zip(*evaluated, strict=True) if evaluated else ((), ())
+    figure = blank(7, 4)
+    axes = figure.subplots()
+    axes.plot(
+        [record.step for record in records],
+        # NaN, a gap in the line, where every update was skipped.
+        [math.nan if record.train_loss is None else record.train_loss for record in records],
+        label="training",
+        linewidth=1,
+    )
+    axes.plot(
+        val_steps,
+        val_losses,
+        label=f"validation, at best {min(val_losses, default=math.nan):.3f}",
+        marker="o",
+        markersize=4,
+    )
+    axes.set(xlabel="step", ylabel="cross-entropy, nats per token")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure
+
+
+def blank(width: float, height: float) -> "Figure":
+    """An empty figure, its sizes in inches."""
+    # Imported here: it takes a second. Not pyplot, which opens a window system.
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), dpi=120, layout="constrained")

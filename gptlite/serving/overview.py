@@ -1,0 +1,119 @@
+"""What runs there are, and how far they are. Training that goes on is not disturbed."""
+
+import dataclasses
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from gptlite.config import Config
+from gptlite.errors import UserError
+from gptlite.machine.files import folders_with, is_locked, read_json
+from gptlite.presets import PRESETS
+from gptlite.runs.metrics import FILE as METRICS, last_step
+from gptlite.runs.saved_config import load_config
+from gptlite.runs.weights import FROZEN, read_evaluated, read_shapes
+
+State = Literal["running", "stopped", "done", "diverged"]
+# What a row of the list is read from.
+FILES = (
+    "config.json",
+    METRICS,
+    "best.safetensors",
+    "last.safetensors",
+    "result.json",
+    "nonfinite.json",
+)
+
+
+@dataclass(frozen=True)
+class Overview:
+    """A run in a list of runs. What cannot be read is None."""
+
+    name: str
+    began: float
+    """In seconds since 1970, as `changed`."""
+    changed: float
+    state: State
+    preset: str | None
+    """The one whose model it has."""
+    parameters: int | None
+    step: int
+    """Of the last line of its metrics."""
+    steps: int
+    best_loss: float | None
+    """The best validation loss so far, in nats per token."""
+
+
+def list_runs(folder: Path) -> list[Overview]:
+    """The runs in a folder, the newest first."""
+    found = map(_overview, folders_with(folder, "config.json"))
+    return sorted((run for run in found if run is not None), key=lambda run: -run.began)
+
+
+def _overview(path: Path) -> Overview | None:
+    stamps = tuple(_stamp(path / name) for name in FILES)
+    found = _read(path, stamps)
+    if found is None:
+        return None
+    real = path.resolve()  # as the run's own lock
+    running = is_locked(real.with_name(f".{real.name}.lock"))
+    return dataclasses.replace(found, state="running") if running else found
+
+
+def _stamp(path: Path) -> tuple[float, int]:
+    """Changes when the file does."""
+    try:
+        status = path.stat()
+    except OSError:
+        return 0.0, 0
+    return status.st_mtime, status.st_size
+
+
+@lru_cache(maxsize=4096)
+def _read(path: Path, stamps: tuple[tuple[float, int], ...]) -> Overview | None:
+    """What the files say, which have these stamps."""
+    try:
+        config = load_config(path / "config.json")
+    except UserError:
+        return None
+    result = _json(path / "result.json")
+    step = last_step(path)
+    best = read_evaluated(path / "best.safetensors")
+    state: State = "stopped"
+    if result is not None and step >= config.training.steps:
+        state = "done"
+    elif (path / "nonfinite.json").exists():
+        state = "diverged"
+    return Overview(
+        name=path.name,
+        began=_stamp(path / "tokenizer.json")[0],  # never written again
+        changed=max(stamp for stamp, _ in stamps),
+        state=state,
+        preset=_preset(config),
+        parameters=_parameters(path),
+        step=step,
+        steps=config.training.steps,
+        best_loss=None if best is None else best.val_loss,
+    )
+
+
+def _preset(config: Config) -> str | None:
+    return next((name for name, (_, c) in PRESETS.items() if c.model == config.model), None)
+
+
+def _parameters(path: Path) -> int | None:
+    """The numbers in the weights."""
+    files = [path / name for name in ("last.safetensors", FROZEN) if (path / name).exists()]
+    found = [read_shapes(file) for file in files]
+    sizes = [np.prod(x, dtype=object) for shapes in found for x in (shapes or {}).values()]
+    return int(sum(sizes)) if sizes and None not in found else None
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    try:
+        return read_json(path)
+    except (OSError, ValueError):
+        return None

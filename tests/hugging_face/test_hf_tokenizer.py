@@ -1,0 +1,270 @@
+"""Tokenizers in Hugging Face's format, both ways."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import tiktoken
+import tokenizers
+from conftest import TEXT, own_encoding
+from hypothesis import given, strategies as st
+
+from gptlite.errors import UserError
+from gptlite.generation.text import TextStream
+from gptlite.hugging_face.tokenizer import KNOWN_SPLITS, SPLITS, HFTokenizer, to_hf_tokenizer
+from gptlite.runs.tokenizers import make_tokenizer, tokenizer_from_json
+from gptlite.text.corpus import text_corpus
+from gptlite.text.tokenizer import (
+    PATTERNS,
+    ByteTokenizer,
+    TiktokenTokenizer,
+    Tokenizer,
+    decode,
+    encode_pieces,
+)
+
+CHAR = make_tokenizer("char", text_corpus(TEXT + "é🙂\r\n"))
+OWN = TiktokenTokenizer(own_encoding())
+
+
+def exported(tokenizer: Tokenizer) -> HFTokenizer:
+    return HFTokenizer(to_hf_tokenizer(tokenizer), tokenizer.vocab_size)
+
+
+def check_same(theirs: HFTokenizer, ours: Tokenizer, text: str) -> None:
+    ids = ours.encode(text)
+    assert theirs.encode(text).tolist() == ids.tolist()
+    assert decode(theirs, ids) == decode(ours, ids)
+
+
+BYTE, TIK = exported(ByteTokenizer()), exported(OWN)
+# One with each of the ways to split a text, which joins any two characters of SPACES.
+SPACES = " \n\t\r\u3000"
+PAIRS = {(a + b).encode(): 256 + i for i, (a, b) in enumerate(itertools.product(SPACES, SPACES))}
+RANKS = {bytes([i]): i for i in range(256)} | {b"\xe3\x80": 300} | {"\u3000".encode(): 301} | PAIRS
+BY_PATTERN = [
+    TiktokenTokenizer(
+        tiktoken.Encoding("own", pat_str=pattern, mergeable_ranks=RANKS, special_tokens={})
+    )
+    for pattern in PATTERNS
+]
+EXPORTED_BY_PATTERN = [exported(tokenizer) for tokenizer in BY_PATTERN]
+
+
+@given(st.text() | st.text(alphabet=SPACES + "a1'st.é中"))
+def test_any_text_gets_the_same_ids(text):
+    check_same(BYTE, ByteTokenizer(), text)
+    check_same(TIK, OWN, text)
+    for theirs, ours in zip(EXPORTED_BY_PATTERN, BY_PATTERN, strict=True):
+        check_same(theirs, ours, text)
+
+
+@given(st.text(alphabet=CHAR.characters))  # pyright: ignore[reportAttributeAccessIssue]
+def test_any_text_of_known_characters_gets_the_same_ids(text):
+    check_same(exported(CHAR), CHAR, text)
+
+
+def test_gpt2s_tokens_are_tiktokens(tiktoken_gpt2, shakespeare):
+    ours = TiktokenTokenizer(tiktoken_gpt2)
+    theirs = exported(ours)
+    check_same(theirs, ours, shakespeare[:100_000])
+    for i in range(0, ours.vocab_size, 97):
+        assert theirs.token_bytes(i) == ours.token_bytes(i)
+    for text in (
+        "don't  stop\n\n\n now 12345 !?\r\n\t x",
+        "<|endoftext|> é🙂 中文 ' 's",
+        " \n" * 9,
+    ):
+        check_same(theirs, ours, text)
+
+
+def test_it_survives_json_and_a_model_may_have_more_rows():
+    tokenizer = HFTokenizer(to_hf_tokenizer(OWN), 400)
+    again = tokenizer_from_json(json.loads(json.dumps(tokenizer.to_json())))
+    check_same(tokenizer, again, "the cat and a hat\n")
+    assert (again.vocab_size, again.padded_vocab_size) == (400, 400)
+    assert again.token_bytes(399) == b""
+
+
+def test_pieces_of_a_text_are_cut_where_no_token_changes():
+    pieces = [TEXT[i : i + 11] for i in range(0, len(TEXT), 11)]
+    parts = list(encode_pieces(TIK, iter(pieces)))
+    assert len(parts) > 1
+    np.testing.assert_array_equal(np.concatenate(parts), TIK.encode(TEXT))
+    metaspace = sentencepiece()
+    (whole,) = encode_pieces(metaspace, iter(pieces))
+    np.testing.assert_array_equal(whole, metaspace.encode(TEXT))
+
+
+def sentencepiece() -> HFTokenizer:
+    """As Llama 2's: a sign for spaces, and bytes for unknown characters."""
+    characters = sorted({*TEXT.replace(" ", "▁"), "▁"})
+    names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *characters]
+    vocabulary = {name: i for i, name in enumerate(names)}
+    made = tokenizers.Tokenizer(
+        tokenizers.models.BPE(
+            vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True, fuse_unk=True
+        )
+    )
+    made.normalizer = tokenizers.normalizers.Replace(" ", "▁")
+    decoders = tokenizers.decoders
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return HFTokenizer(made.to_str(), len(names))
+
+
+def test_a_tokenizer_as_llama_2s_round_trips():
+    tokenizer = sentencepiece()
+    for text in ("the miller 🙂 counts", TEXT[:200], "é\n"):
+        assert decode(tokenizer, tokenizer.encode(text)) == text
+
+
+def test_a_text_is_cut_only_where_no_added_token_may_lie():
+    made = tokenizers.Tokenizer.from_str(to_hf_tokenizer(OWN))
+    made.add_tokens([tokenizers.AddedToken("New York", normalized=False)])
+    tokenizer = HFTokenizer(made.to_str(), 400)
+    (whole,) = encode_pieces(tokenizer, iter(["I was in New Yor", "k then"]))
+    np.testing.assert_array_equal(whole, tokenizer.encode("I was in New York then"))
+    for call in (tokenizer.boundary, tokenizer.encode):
+        with pytest.raises(UserError, match="more than 16,777,216 characters needs too much mem"):
+            call("a b " * 2**22 + "c")
+
+
+@pytest.mark.parametrize("digits", ["", "{1,3}"])
+def test_texts_are_cut_for_the_tokenizers_of_llama_3_and_qwen(digits):
+    made = tokenizers.Tokenizer.from_str(to_hf_tokenizer(OWN))
+    (split,) = (x for x in KNOWN_SPLITS - set(SPLITS.values()) if ("{1,3}" in x) == bool(digits))
+    made.normalizer = tokenizers.normalizers.NFC()
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Split(tokenizers.Regex(split), "isolated"),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer = HFTokenizer(made.to_str(), 400)
+    text = "e\u0301 the 1234 cats.\nDon't\n\n go" * 9
+    pieces = list(encode_pieces(tokenizer, iter(text[i : i + 7] for i in range(0, len(text), 7))))
+    assert len(pieces) > 9
+    np.testing.assert_array_equal(np.concatenate(pieces), tokenizer.encode(text))
+
+
+def test_added_tokens_decode_as_in_the_library():
+    made = tokenizers.Tokenizer.from_str(to_hf_tokenizer(OWN))
+    made.add_tokens(["Ġx", "a b", "é中"])
+    made.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.ByteLevel()])
+    tokenizer = HFTokenizer(made.to_str(), 400)
+    made = tokenizers.Tokenizer.from_str(made.to_str())  # which gives added tokens other ids
+    for token in ("Ġx", "a b", "é中"):
+        i = made.get_vocab()[token]
+        assert decode(tokenizer, np.array([i])) == made.decode([i])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}, "decoder is"),
+        ({"decoder": None}, "decoder is None"),
+        (
+            {"decoder": {"type": "Replace", "pattern": {"Regex": "a"}, "content": "b"}},
+            "decoder is",
+        ),
+        ({"model": {"type": "BPE"}}, "cannot be read"),
+        ({"version": "9"}, "cannot be read"),
+    ],
+)
+def test_a_tokenizer_that_gptlite_cannot_use_is_refused(change, words):
+    record = json.loads(to_hf_tokenizer(OWN)) | change
+    with pytest.raises((UserError, ValueError), match=words):
+        HFTokenizer(json.dumps(record), 400)
+    with pytest.raises(ValueError, match="has the id 300, and the model 300 rows"):
+        HFTokenizer(to_hf_tokenizer(OWN), 300)
+
+
+def test_a_tokenizer_knows_what_begins_and_what_ends_a_text():
+    assert (TIK.start_ids, TIK.end_ids) == ((), ())
+    made = tokenizers.Tokenizer.from_str(to_hf_tokenizer(OWN))
+    made.add_special_tokens(["<begin>", "<end>"])
+    start, end = made.token_to_id("<begin>"), made.token_to_id("<end>")
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<begin> $A", special_tokens=[("<begin>", start)]
+    )
+    tokenizer = HFTokenizer(made.to_str(), 400, [end])
+    again = tokenizer_from_json(json.loads(json.dumps(tokenizer.to_json())))
+    assert (again.start_ids, again.end_ids) == ((start,), (end,))
+    assert again.encode("the cat").tolist() == OWN.encode("the cat").tolist()
+    stream = TextStream(again)
+    assert stream.feed(np.array([*again.encode("the cat"), end, *again.encode(" sat")])) == (
+        "the cat"
+    )
+    assert (stream.stopped, stream.feed(again.encode(" on")), stream.finish()) == (True, "", "")
+    for wrong in ([400], [-1], ["2"], [True], [None]):
+        with pytest.raises(ValueError, match="its end_ids must be ids"):
+            HFTokenizer(made.to_str(), 400, wrong)
+
+
+def test_what_a_stop_string_may_begin_with_is_shown_when_the_text_ends():
+    tokenizer = HFTokenizer(to_hf_tokenizer(ByteTokenizer()), 257, [256])
+    stream = TextStream(tokenizer, ["stop"])
+    assert stream.feed(np.array([*b"a sto", 256, *b"p"], np.int32)) == "a sto"
+    assert stream.stopped
+    stream = TextStream(tokenizer)  # in the middle of a character
+    assert stream.feed(np.array([0x61, 0xC3, 256], np.int32)) == "a\ufffd"
+
+
+def test_a_character_that_the_vocabulary_lacks_is_refused():
+    with pytest.raises(UserError, match=r"'ß' \(U\+00DF\) is not in the vocabulary"):
+        exported(CHAR).encode("the ß")
+
+
+def test_a_new_model_gets_no_token_before_its_texts(tmp_path):
+    made = tokenizers.Tokenizer.from_str(to_hf_tokenizer(OWN))
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|end|> $A", special_tokens=[("<|end|>", 300)]
+    )
+    write_folder(tmp_path, made.to_str(), {})
+    assert HFTokenizer(made.to_str()).start_ids == (300,)
+    tokenizer = make_tokenizer(f"hf:{tmp_path}")
+    assert tokenizer.start_ids == ()
+    assert tokenizer.encode("the cat").tolist() == OWN.encode("the cat").tolist()
+
+
+def write_folder(folder, content, settings):
+    (folder / "tokenizer.json").write_text(content)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@pytest.mark.parametrize("eos", ["<|end|>", {"content": "<|end|>"}, None, "<|other|>", 7])
+def test_a_folder_with_a_tokenizer_is_one(eos, tmp_path):
+    write_folder(tmp_path, to_hf_tokenizer(OWN), {"eos_token": eos})
+    tokenizer = make_tokenizer(f"hf:{tmp_path}")
+    assert tokenizer.vocab_size == OWN.vocab_size
+    named = eos not in (None, "<|other|>", 7)
+    assert tokenizer.end_ids == ((300,) if named else ())
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert make_tokenizer(f"hf:{tmp_path}").end_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("content", "settings", "words"),
+    [
+        ("{", {}, r"tokenizer\.json cannot be read"),
+        ("[" * 200_000, {}, r"tokenizer\.json cannot be read"),
+        ("[]", {}, r"tokenizer\.json cannot be read"),
+        ('{"model": {}}', {}, r"tokenizer\.json cannot be read"),
+        (to_hf_tokenizer(OWN), [], "holds no JSON object"),
+        (to_hf_tokenizer(OWN), {"add_prefix_space": True}, "gptlite reads the second"),
+    ],
+)
+def test_a_folder_with_no_proper_tokenizer_is_refused(content, settings, words, tmp_path):
+    write_folder(tmp_path, content, settings)
+    with pytest.raises(UserError, match=words):
+        make_tokenizer(f"hf:{tmp_path}")
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"tokenizer\.json cannot be read"):
+        make_tokenizer(f"hf:{tmp_path}")
+    with pytest.raises(UserError, match="is no folder, and no name"):
+        make_tokenizer(f"hf:{tmp_path}/none/at/all")

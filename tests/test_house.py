@@ -1,0 +1,128 @@
+"""The parts of docs/code.md: which file is in which, who may import whom, how much is core."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+# By the first words of a module's name; the longest counts. All else is core.
+PARTS = {
+    "gptlite": "core",
+    "gptlite.nn.kernels": "kernels",
+    "gptlite.machine": "machine",
+    "gptlite.runs": "machine",
+    "gptlite.cli": "machine",
+    "gptlite.custom": "machine",
+    "gptlite.serving": "wing",
+    "gptlite.estimate": "wing",
+    "gptlite.research": "wing",
+    "gptlite.hugging_face": "wing",
+    "gptlite.family": "wing",
+    "gptlite.inspect": "wing",
+    "gptlite.trackers": "wing",
+    "gptlite.adapters": "wing",
+    "gptlite.export": "wing",
+    "sample": "core",
+    "serve": "wing",
+    "compare": "wing",
+}
+BUDGET = 6_600
+LINES_PER_HOUR = 700
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+FILES = [*ROOT.glob("gptlite/**/*.py"), *(ROOT / f"{name}.py" for name in PARTS if "." not in name)]
+MODULES = {module_name(path): path for path in FILES if path.exists()}
+
+
+def part_of(module: str) -> str:
+    fitting = [name for name in PARTS if f"{module}.".startswith(f"{name}.")]
+    return PARTS[max(fitting, key=len)]
+
+
+def imports(module: str, *, at_start: bool = False) -> Iterator[str]:
+    """The package's modules that a module imports; `at_start`: when it is itself imported."""
+    pending: list[ast.AST] = [ast.parse(MODULES[module].read_text(encoding="utf-8"))]
+    while pending:
+        node = pending.pop()
+        if at_start and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        pending += ast.iter_child_nodes(node)
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} has a relative import"
+            names = [f"{node.module}.{name.name}" for name in node.names]
+            yield from (x if x in MODULES else str(node.module) for x in names)
+        elif isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+
+
+EDGES = {module: sorted({*imports(module)} & MODULES.keys()) for module in MODULES}
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if part_of(m) == "core"])
+def test_the_core_imports_no_wing(module):
+    assert [m for m in EDGES[module] if part_of(m) == "wing"] == []
+
+
+def test_the_machine_imports_a_wing_only_where_a_run_asks_for_it():
+    found = [
+        (module, wing)
+        for module in MODULES
+        if part_of(module) in ("machine", "kernels")
+        for wing in imports(module, at_start=True)
+        if wing in MODULES and part_of(wing) == "wing"
+    ]
+    assert not found
+
+
+def test_blocks_know_only_errors_and_the_mesh():
+    outside = {
+        m: set(EDGES[m]) - {"gptlite.errors", "gptlite.sharding"}
+        for m in MODULES
+        if m.startswith("gptlite.nn")
+    }
+    wrong = {m: x for m, x in outside.items() if not all(y.startswith("gptlite.nn") for y in x)}
+    assert not wrong
+
+
+def test_imports_have_no_circle():
+    left = dict(EDGES)
+    # What imports nothing that is left is in no circle.
+    while ready := [m for m in left if not (set(left[m]) - {m}) & left.keys()]:
+        for module in ready:
+            del left[module]
+    assert not left, "these import each other, or what does"
+
+
+def listed() -> list[tuple[str, int, int]]:
+    """The files of the core in docs/code.md, in the order in which they are to be read."""
+    text = (ROOT / "docs/code.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[(\S+)\]\(\.\./\S+\) \| ([\d,]+) \| (\d+) \|", text, re.MULTILINE)
+    return [(file, int(lines.replace(",", "")), int(minutes)) for file, lines, minutes in rows]
+
+
+def core() -> dict[str, int]:
+    """Lines of the core's files."""
+    paths = [path for m, path in MODULES.items() if part_of(m) == "core"]
+    lines = {p.relative_to(ROOT).as_posix(): len(p.read_bytes().splitlines()) for p in paths}
+    return {name: count for name, count in lines.items() if count}
+
+
+def test_the_core_keeps_to_its_budget():
+    assert sum(core().values()) <= BUDGET
+
+
+def test_the_docs_list_the_core_as_it_is():
+    lines = core()
+    assert sorted(file for file, _, _ in listed()) == sorted(lines)
+    for file, said, minutes in listed():
+        assert abs(said - lines[file]) <= max(5, lines[file] // 10), f"{file} has {lines[file]}"
+        assert minutes == max(1, round(60 * said / LINES_PER_HOUR)), file
