@@ -2,11 +2,10 @@
 `python compare.py --base laptop --vary model.norm=rms,layer,dyt --seeds 5`."""
 
 import shlex
-import sys
 import time
 from pathlib import Path
 
-from gptlite.cli import CompareArguments, exit_on_error, parse_compare
+from gptlite.cli import CompareArguments, parse_compare, run_script
 from gptlite.config import Config
 from gptlite.errors import UserError
 
@@ -14,11 +13,11 @@ FOLDER = Path("comparisons")
 
 
 def main() -> None:
-    with exit_on_error(debug="--debug" in sys.argv):
-        compare(*parse_compare(sys.argv[1:]))
+    run_script(compare, parse_compare)
 
 
-def compare(arguments: CompareArguments, variants: dict[str, Config]) -> None:
+def compare(parsed: tuple[CompareArguments, dict[str, Config]]) -> None:
+    arguments, variants = parsed
     # Imported here, because --help should not wait for JAX.
     from gptlite.custom import custom_arguments, load_custom
     from gptlite.machine.files import lock, write_atomically

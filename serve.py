@@ -1,21 +1,19 @@
 """Serve a trained model, with a page for browsers and OpenAI's API: `python serve.py`."""
 
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from gptlite.cli import ServeArguments, exit_on_error, parse_serve
+from gptlite.cli import ServeArguments, parse_serve, run_script
 from gptlite.errors import UserError, require
 from gptlite.machine.progress import log
 
 
 def main() -> None:
-    with exit_on_error(debug="--debug" in sys.argv):
-        serve(parse_serve(sys.argv[1:]), os.environ)
+    run_script(serve, parse_serve)
 
 
-def serve(arguments: ServeArguments, environment: Mapping[str, str]) -> None:
+def serve(arguments: ServeArguments, environment: Mapping[str, str] = os.environ) -> None:
     # Imported here, because --help should not wait for JAX.
     try:
         from gptlite.serving.app import make_app
@@ -24,7 +22,7 @@ def serve(arguments: ServeArguments, environment: Mapping[str, str]) -> None:
     except ImportError as error:
         raise UserError(f'{error}. serve.py needs: pip install -e ".[serve]"') from error
     from gptlite.machine.runtime import set_up_jax
-    from gptlite.runs.load import load_any
+    from gptlite.runs.load import load
 
     api_key = arguments.api_key or environment.get("GPTLITE_API_KEY") or None
     is_sendable = api_key is None or (api_key.isascii() and api_key.isprintable())
@@ -41,12 +39,13 @@ def serve(arguments: ServeArguments, environment: Mapping[str, str]) -> None:
     )
     listening = open_socket(arguments.host, arguments.port)  # before the model, which takes time
     set_up_jax()
-    run = load_any(arguments.run, arguments.weights, arguments.model.named)
+    run = load(arguments.run, arguments.weights, custom=arguments.custom)
     # Of a model from the hub, the folder has no name for people.
     asked = arguments.run or ""
     path = Path(asked.removeprefix("hf:")) if asked.startswith("hf:") else run.path
     name = path.resolve().name
-    models = Models(serve_run(run, name, max_rows=arguments.rows, max_waiting=arguments.queue))
+    served = serve_run(run, name, max_rows=arguments.rows, max_waiting=arguments.queue)
+    models = Models(served, arguments.custom)
     host, port = listening.getsockname()[:2]
     address = f"[{host}]" if ":" in host else host
     app = make_app(

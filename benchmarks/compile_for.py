@@ -2,7 +2,7 @@
 
     python benchmarks/compile_for.py
 
-Each row is a command, `python train.py ... --compile-for TARGET`. Options that this program does
+Each row is a command, `python -m gptlite.estimate ... --for TARGET`. Options that this program does
 not know go to all of them. It needs the compilers (`pip install -e ".[aot]"`), and an hour.
 """
 
@@ -11,11 +11,9 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 from common import print_table
 
-ROOT = Path(__file__).resolve().parents[1]
 BASE = "gpt2 --training.accumulation 1"
 SCAN = "--model.stack scan --model.remat block"
 MODELS = {
@@ -75,17 +73,17 @@ def main() -> None:
         for name, rows, target, options in ROWS:
             wanted = (None, target, target.partition(":")[0])
             if name == model and arguments.targets in wanted:
-                words = f"--training.batch-size {rows} {options} --compile-for {target}"
+                words = f"--training.batch-size {rows} {options} --for {target}"
                 report = compile_for(f"{MODELS[model]} {words}", more)
                 table.append([f"{rows:,}", target, f"`{options}`" * bool(options), *read(report)])
-        print(f"\n{model}: `python train.py {MODELS[model]}`\n")
+        print(f"\n{model}: `python -m gptlite.estimate {MODELS[model]}`\n")
         print_table(HEADER, table)
 
 
 def compile_for(words: str, more: list[str]) -> str:
-    """What `python train.py` prints."""
-    print(f"python train.py {words}", file=sys.stderr, flush=True)
-    command = [sys.executable, str(ROOT / "train.py"), *words.split(), *more]
+    """What `python -m gptlite.estimate` prints."""
+    print(f"python -m gptlite.estimate {words}", file=sys.stderr, flush=True)
+    command = [sys.executable, "-m", "gptlite.estimate", *words.split(), *more]
     done = subprocess.run(command, capture_output=True, text=True)
     print(done.stdout, file=sys.stderr, flush=True)
     if done.returncode:

@@ -41,13 +41,13 @@ def serving(folder: Path, pause: list[float]) -> Iterator[str]:
     seconds for each token."""
     import uvicorn
 
-    from gptlite.runs.load import load_run
+    from gptlite.runs.load import load
     from gptlite.serving.app import make_app
     from gptlite.serving.models import Models, serve_run
     from gptlite.serving.server import open_socket, server_config
 
     os.chdir(folder)
-    models = Models(serve_run(load_run("runs/page"), "page", max_rows=4, max_waiting=16))
+    models = Models(serve_run(load("page"), "page", max_rows=4, max_waiting=16))
     batch = models.main.engine._batch
     step = batch.step
 

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gptlite import SamplingConfig, generate
 from gptlite.hugging_face.folder import export_run, load_hf
-from gptlite.text.tokenizer import decode
 
 PROMPTS = (
     "The capital of France is",
@@ -70,7 +69,7 @@ def main() -> None:
                 f"{np.abs(again - wanted).max():.1e}",
                 f"{np.abs(wanted).max():.1f}",
                 f"{same} of {len(peer_text)}",
-                repr(decode(run.tokenizer, text)[:20]),
+                repr(run.tokenizer.decode(text)[:20]),
             ]
         )
     print_table(

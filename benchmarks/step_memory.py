@@ -11,6 +11,8 @@ from typing import Any
 
 from common import print_machine, print_table
 
+from gptlite.estimate.step import lower_step
+
 # Rows of the batch on a device.
 ROWS = 4
 EVERYTHING = 2**40
@@ -94,7 +96,7 @@ def compile_step(
     default = head.MAX_LOGITS
     head.MAX_LOGITS = default if most is None else most
     try:
-        return train_steps.lowered(model, shape.context_length).compile()
+        return lower_step(train_steps, model, shape.context_length).compile()
     finally:
         head.MAX_LOGITS = default
 

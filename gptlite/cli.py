@@ -6,34 +6,37 @@ import os
 import re
 import shlex
 import sys
+import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
-from gptlite.config import Config, ModelConfig, SamplingConfig
-from gptlite.custom import custom_blocks, resolve_custom
+from gptlite.config import Config, SamplingConfig
+from gptlite.custom import with_custom
 from gptlite.errors import UserError, require
 from gptlite.machine.block_names import split_options
-from gptlite.machine.fields import MAX_INT32, Between, check_fields
+from gptlite.machine.fields import MAX_INT32, Between, changed, check_fields, free
 from gptlite.machine.files import check_folder_name
 from gptlite.machine.processes import DistributedConfig
 from gptlite.machine.progress import print_error, printable, sentence_of
 from gptlite.presets import PRESETS
 from gptlite.runs.find import find_run
-from gptlite.runs.saved_config import (
-    RESUMABLE,
-    corpus_arguments,
-    load_config,
-    require_resumable,
-)
+from gptlite.runs.saved_config import corpus_arguments, load_config
+
+A = TypeVar("A")
 
 DEFAULT_PRESET = "quick"
-# Stand for a custom block and a corpus that are not given with --resume.
-NOT_NAMED = "FILE.py:CLASS"
-NOT_GIVEN = "that of the run"
+
+PresetName = Annotated[
+    Literal[tuple(PRESETS)],  # pyright: ignore[reportInvalidTypeForm] - one list of names
+    tyro.conf.Positional,
+    tyro.conf.arg(help="; ".join(f"{name}: {text}" for name, (text, _) in PRESETS.items())),
+]
+CustomFiles = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
+"""Files of `--custom`."""
 
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
@@ -70,11 +73,7 @@ class TrainArguments:
 
     The options below start from PRESET. Those given after it change it."""
 
-    preset: Annotated[
-        Literal[tuple(PRESETS)],  # pyright: ignore[reportInvalidTypeForm] - one list of names
-        tyro.conf.Positional,
-        tyro.conf.arg(help="; ".join(f"{name}: {text}" for name, (text, _) in PRESETS.items())),
-    ] = DEFAULT_PRESET
+    preset: PresetName = DEFAULT_PRESET  # pyright: ignore[reportInvalidTypeForm]
 
     run: str | None = None
     """Name of the run: its folder is runs/NAME. Default: made from preset and time."""
@@ -87,11 +86,7 @@ class TrainArguments:
         tyro.conf.arg(
             help="Resume a run from its last checkpoint: its folder, or its name in runs/. Its "
             "settings are kept; only these may be given with it: "
-            + ", ".join(
-                f"--{section}.{name.replace('_', '-')}"
-                for section, names in RESUMABLE.items()
-                for name in names
-            )
+            + ", ".join(f"--{name.replace('_', '-')}" for name in free(Config(), "resume"))
             + ", and --log.to. More steps extend a run. The corpus must be the same text; one that "
             "is not gptlite's own must be named again, because a run may come from a stranger."
         ),
@@ -103,18 +98,10 @@ class TrainArguments:
     --model.context-length, --model.dropout, --model.attention-dropout, --model.stack, --model.remat
     and --model.lora may be given with it."""
 
-    summary: bool = False
-    """Print the model as a table, with parameters, FLOPs and memory, and stop."""
-
-    compile_for: str | None = None
-    """Compile the training step for devices that need not be there, print what it takes, and stop.
-    h100:8, a100:8 or b200:8 are so many GPUs, v5e:4x4, v5p:8x8x8 or v6e:16x16 a slice of a TPU.
-    Prints memory, whether it fits, FLOPs, what devices exchange, and the least time that a step can
-    take. Nothing is run. Needs the compilers: pip install -e ".[aot]"."""
-
-    fit: Literal["batch"] | None = None
-    """With --compile-for: look for the largest batch that fits, beginning with
-    --training.batch-size, and print what that takes."""
+    custom: CustomFiles = ()
+    """A file with custom blocks, which may be executed; may be given several times. A run that was
+    made with custom blocks is resumed, or begun from, only with their file. A field of the model
+    may then name a class alone, as in --model.mlp SineMLP."""
 
     debug: bool = False
     """Show where in the code an error came from."""
@@ -125,30 +112,8 @@ class TrainArguments:
 
     config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
-    def __post_init__(self):
-        require(
-            self.fit is None or self.compile_for is not None,
-            f"--fit {self.fit} needs --compile-for: it looks for what fits on those devices.",
-        )
-        require(
-            not (self.summary and self.compile_for is not None),
-            "--summary and --compile-for each print a table and stop: give one of them.",
-        )
-
-
-@dataclass(frozen=True)
-class CustomBlocks:
-    """The run's custom blocks, as given to train.py."""
-
-    block: str | None = None
-    norm: str | None = None
-    attention: str | None = None
-    mlp: str | None = None
-
-    @property
-    def named(self) -> dict[str, str]:
-        """The blocks that were named."""
-        return {name: value for name, value in vars(self).items() if value is not None}
+    began: Annotated[float, tyro.conf.Suppress] = field(default_factory=time.perf_counter)
+    """When the command began, by `time.perf_counter`."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +156,9 @@ class SampleArguments:
         default_factory=SamplingConfig
     )
 
-    model: CustomBlocks = field(default_factory=CustomBlocks)
+    custom: CustomFiles = ()
+    """A file with custom blocks, which may be executed; may be given several times. A run that was
+    made with custom blocks is loaded only with their file."""
 
     def __post_init__(self):
         check_fields("", self)
@@ -243,7 +210,9 @@ class ServeArguments:
     debug: bool = False
     """Show where in the code an error came from."""
 
-    model: CustomBlocks = field(default_factory=CustomBlocks)
+    custom: CustomFiles = ()
+    """A file with custom blocks, which may be executed; may be given several times. A run that was
+    made with custom blocks is loaded only with their file."""
 
     def __post_init__(self):
         check_fields("", self)
@@ -286,6 +255,10 @@ class CompareArguments:
     name: str = "comparison"
     """The folder in comparisons/."""
 
+    custom: CustomFiles = ()
+    """A file with custom blocks, which may be executed; may be given several times. Its classes may
+    then be named alone, as in --vary model.mlp=relu2,SineMLP."""
+
     seeds_at_once: Annotated[int | None, Between(1, 10_000)] = None
     """Seeds trained at the same time. None: all that fit into memory."""
 
@@ -308,78 +281,92 @@ def parse_words(kind: Any, args: Sequence[str], **options: Any) -> Any:
     return tyro.cli(kind, args=args, **options)
 
 
-# Fields of the model that may be given with --init-from, because the weights serve them as well.
-FREE = (
-    "context_length",
-    "dropout",
-    "attention_dropout",
-    "stack",
-    "remat",
-    "lora",
-    "separate_documents",
-)
-
-
 @dataclass(frozen=True)
 class _First:
+    """What decides the defaults of other options, and is read before them."""
+
     resume: str | None = None
     init_from: str | None = None
+    custom: CustomFiles = ()
+    corpus: Annotated[str | None, tyro.conf.arg(name="data.corpus")] = None
 
 
 def parse_train(argv: Sequence[str]) -> TrainArguments:
     """`train.py`'s command line. `argv` is without the program's name."""
-    # The run that is resumed, or begun from, gives other settings their defaults: it is read first.
+    arguments, preset = parse_config(TrainArguments, argv)
+    if arguments.resume is None:
+        require(
+            arguments.preset == preset,
+            f"The preset comes first: python train.py {arguments.preset} ...",
+        )
+        return arguments
+    for given, option in (
+        (arguments.run, "--run"),
+        (arguments.overwrite, "--overwrite"),
+        (arguments.preset != DEFAULT_PRESET, f"the preset {arguments.preset}"),
+    ):
+        require(
+            not given, f"A run that is resumed keeps its name and settings: leave {option} out."
+        )
+    return arguments
+
+
+def parse_config(
+    kind: Any, argv: Sequence[str], *, resumes: bool = True, **options: Any
+) -> tuple[Any, str]:
+    """A command line of the form PRESET OPTIONS, and the preset that its options change, or that
+    `--resume` (if there is one: `resumes`) and `--init-from` change before. `options`: of tyro.
+
+    **Raises:** `UserError` if an option changes what the run that is resumed, or the model that is
+    begun from, has settled.
+    """
     first, _ = parse_words(_First, argv, add_help=False, return_unknown_args=True)
-    if first.resume is not None and first.init_from is not None:
+    resume = first.resume if resumes else None
+    if resume is not None and first.init_from is not None:
         raise UserError("A run that is resumed keeps its weights: leave --init-from out.")
     preset = argv[0] if argv and argv[0] in PRESETS else DEFAULT_PRESET
-    if first.resume is not None:
-        return _parse_resume(argv, load_config(find_run(first.resume) / "config.json"))
-    config = source = PRESETS[preset][1]
-    if first.init_from is not None:
-        source = _begun_from(config, first.init_from)
-        config = _without_custom(source)
-    default: Any = TrainArguments(preset, config=config)  # pyright: ignore[reportArgumentType]
-    arguments = parse_words(TrainArguments, argv, default=default)
-    if arguments.preset != preset:
-        raise UserError(f"The preset comes first: python train.py {arguments.preset} ...")
-    if first.init_from is not None:
-        source = _named_again(source, arguments.config.model)
-        given = dataclasses.replace(arguments.config.model, **custom_blocks(source.model))
-        config = dataclasses.replace(arguments.config, model=given)
-        _check_begun_from(source, config, first.init_from)
-        arguments = dataclasses.replace(arguments, config=config)
-    return arguments
+    config = PRESETS[preset][1]
+    if resume is not None:
+        kept = "A run that is resumed keeps its name and settings"
+        require(argv[0] not in PRESETS, f"{kept}: leave the preset {argv[0]} out.")
+        config = _resumed(resume, first)
+    elif first.init_from is not None:
+        config = _begun_from(config, first.init_from, first.custom)
+    arguments = parse_words(kind, argv, default=kind(preset, config=config), **options)
+    given = with_custom(arguments.config, first.custom)
+    if resume is not None:
+        wrong = "; ".join(changed(config, given, "resume"))
+        require(not wrong, f"These may not change on --resume: {wrong}.")
+    elif first.init_from is not None:
+        _check_begun_from(config, given, first.init_from)
+    return dataclasses.replace(arguments, config=given), preset
 
 
 def settings(arguments: TrainArguments) -> dict[str, str]:
     """What all processes of a run must have been given alike, by name. The corpus may lie in
     different places: its checksum is compared."""
-    names = ("run", "overwrite", "resume", "summary", "compile_for", "fit")
-    found = {name: str(getattr(arguments, name)) for name in names}
+    found = {name: str(getattr(arguments, name)) for name in ("run", "overwrite", "resume")}
     for section, fields in vars(arguments.config).items():
         found |= {f"{section}.{name}": str(value) for name, value in vars(fields).items()}
     del found["data.corpus"]
     return found
 
 
-def _without_custom(saved: Config) -> Config:
-    """`saved` with a placeholder for each custom block, so that one that is not named again is
-    noticed. (A run may come from a stranger.)"""
-    placeholders = dict.fromkeys(custom_blocks(saved.model), NOT_NAMED)
-    return dataclasses.replace(saved, model=dataclasses.replace(saved.model, **placeholders))
+def _resumed(name: str, first: _First) -> Config:
+    """The config of the run that is resumed, with its custom blocks and its text as the command
+    names them. (A run may come from a stranger: only the user decides which files are read.)"""
+    saved = load_config(find_run(name) / "config.json")
+    saved = with_custom(saved, first.custom, read=True)
+    corpus = saved.data.corpus if first.corpus is None else first.corpus
+    if first.corpus is None and corpus_arguments(saved.data):
+        raise UserError(
+            f"The run was trained on {corpus}, which is not gptlite's own text and is read only if "
+            f"the command names it: {shlex.join(corpus_arguments(saved.data))}."
+        )
+    return dataclasses.replace(saved, data=dataclasses.replace(saved.data, corpus=corpus))
 
 
-def _named_again(saved: Config, given: ModelConfig) -> Config:
-    """`saved` with its custom blocks as the command names them in `given`.
-
-    **Raises:** `UserError` if one is not named.
-    """
-    names = {field: getattr(given, field) for field in custom_blocks(saved.model)}
-    return resolve_custom(saved, {field: x for field, x in names.items() if x != NOT_NAMED})
-
-
-def _begun_from(preset: Config, name: str) -> Config:
+def _begun_from(preset: Config, name: str, custom: Sequence[str]) -> Config:
     """`preset` with the shape and the tokenizer of another model."""
     if name.startswith("hf:"):
         from gptlite.hugging_face.folder import load_hf_config  # imports JAX
@@ -387,7 +374,7 @@ def _begun_from(preset: Config, name: str) -> Config:
 
         model, tokenizer = load_hf_config(find_folder(name.removeprefix("hf:"))), name
     else:
-        saved = load_config(find_run(name) / "config.json")
+        saved = with_custom(load_config(find_run(name) / "config.json"), custom, read=True)
         # Its adapters, if it has any, are a part of its matrices now.
         model, tokenizer = dataclasses.replace(saved.model, lora=None), saved.data.tokenizer
     return dataclasses.replace(
@@ -400,14 +387,8 @@ def _begun_from(preset: Config, name: str) -> Config:
 
 def _check_begun_from(source: Config, given: Config, name: str) -> None:
     """**Raises:** `UserError` if the options given disagree with the model in `source`."""
-    changed = [
-        f"model.{field} ({old}, got {new})"
-        for field, old in vars(source.model).items()
-        if (new := getattr(given.model, field)) != old and field not in FREE
-    ]
-    if given.data.tokenizer != source.data.tokenizer:
-        changed.append(f"data.tokenizer ({source.data.tokenizer}, got {given.data.tokenizer})")
-    require(not changed, f"These are set by the model {name}: {'; '.join(changed)}.")
+    wrong = "; ".join(changed(source, given, "weights"))
+    require(not wrong, f"These are set by the model {name}: {wrong}.")
     old, new = source.model.context_length, given.model.context_length
     fixed = split_options(source.model.positions)[0] == "learned"
     require(
@@ -415,38 +396,6 @@ def _check_begun_from(source: Config, given: Config, name: str) -> None:
         f"model.context_length must be {'' if fixed else 'at most '}{old}, that of {name}, got "
         f"{new}.",
     )
-
-
-def _parse_resume(argv: Sequence[str], saved: Config) -> TrainArguments:
-    """The command line that resumes a run with the config `saved`. Its corpus has a placeholder
-    as its default, too."""
-    data = dataclasses.replace(saved.data, corpus=NOT_GIVEN)
-    default = dataclasses.replace(_without_custom(saved), data=data)
-    arguments = parse_words(TrainArguments, argv, default=TrainArguments(config=default))
-    has_preset = argv[0] in PRESETS or arguments.preset != DEFAULT_PRESET
-    for given, option in (
-        (arguments.run, "--run"),
-        (arguments.overwrite, "--overwrite"),
-        (has_preset, f"the preset {arguments.preset}"),
-    ):
-        if given:
-            raise UserError(
-                f"A run that is resumed keeps its name and settings: leave {option} out."
-            )
-    saved = _named_again(saved, arguments.config.model)
-    model = dataclasses.replace(arguments.config.model, **custom_blocks(saved.model))
-    data = arguments.config.data
-    if data.corpus == NOT_GIVEN:
-        # A run may come from a stranger: only the user decides which files and datasets are read.
-        if corpus_arguments(saved.data):
-            raise UserError(
-                f"The run was trained on {saved.data.corpus}, which is not gptlite's own text and "
-                f"is read only if the command names it: {shlex.join(corpus_arguments(saved.data))}."
-            )
-        data = dataclasses.replace(data, corpus=saved.data.corpus)
-    config = dataclasses.replace(arguments.config, data=data, model=model)
-    require_resumable(saved, config)
-    return dataclasses.replace(arguments, config=config)
 
 
 def parse_sample(argv: Sequence[str]) -> SampleArguments:
@@ -475,7 +424,8 @@ def parse_compare(argv: Sequence[str]) -> tuple[CompareArguments, dict[str, Conf
         raise UserError("The seeds of a comparison are 0, 1, 2, ...: --seeds says how many.")
     if arguments.config.mesh != PRESETS[base][1].mesh:
         raise UserError("A comparison trains each seed on one device: leave --mesh out.")
-    variants = {f"base ({arguments.base})": arguments.config}
+    base_config = with_custom(arguments.config, arguments.custom)
+    variants = {f"base ({arguments.base})": base_config}
     for vary in arguments.vary:
         field_name, equals, values = vary.partition("=")
         if not equals or not values:
@@ -488,7 +438,7 @@ def parse_compare(argv: Sequence[str]) -> tuple[CompareArguments, dict[str, Conf
                     f"--equal {arguments.equal} chooses the steps of each variant: leave "
                     "training.steps out of --vary."
                 )
-            config = _changed(arguments.config, settings)
+            config = with_custom(_changed(arguments.config, settings), arguments.custom)
             if config not in variants.values():
                 variants[" ".join(s.removeprefix("model.") for s in settings)] = config
     if len(variants) == 1:
@@ -516,6 +466,13 @@ def _changed(config: Config, settings: Sequence[str]) -> Config:
         is_bool = value.lower() in ("true", "false")
         argv += [f"--{name}", value.capitalize() if is_bool else value]
     return parse_words(Config, argv, default=config, config=(tyro.conf.FlagConversionOff,))
+
+
+def run_script(main: Callable[[A], None], parse: Callable[[Sequence[str]], A]) -> None:
+    """A script: `main(parse(words))`, with the words of its command line. How it ends with an
+    error: see `exit_on_error`."""
+    with exit_on_error(debug="--debug" in sys.argv):
+        main(parse(sys.argv[1:]))
 
 
 @contextlib.contextmanager

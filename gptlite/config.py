@@ -22,7 +22,7 @@ from gptlite.machine.block_names import (
     custom_name,
     split_options,
 )
-from gptlite.machine.fields import MAX_INT32, Between, check_fields
+from gptlite.machine.fields import MAX_INT32, Between, Free, check_fields
 
 MLPS = ("gelu", "silu", "relu", "relu2", "tanh", "sigmoid", "identity", "swiglu", "geglu", "moe")
 
@@ -31,21 +31,21 @@ MLPS = ("gelu", "silu", "relu", "relu2", "tanh", "sigmoid", "identity", "swiglu"
 class DataConfig:
     """Where the text comes from and how it becomes tokens."""
 
-    corpus: str = "auto"
+    corpus: Annotated[str, Free("resume", "weights", "comparison")] = "auto"
     """`shakespeare` (TinyShakespeare), `pydoc` (Python's own documentation, needs no network),
     a UTF-8 text file, a folder of .txt files, or `hf:NAME[:CONFIG][:SPLIT][:COLUMN]` (a dataset on
     Hugging Face's hub, or a folder, a file or an address with JSON lines, Parquet or text). `auto`
     is shakespeare, or pydoc if that cannot be downloaded."""
 
-    tokenizer: str = "char"
+    tokenizer: Annotated[str, Free("comparison")] = "char"
     """`char` (the text's own characters), `byte` (UTF-8), `bpe:SIZE` (a byte-pair encoding that is
     trained on the text, e.g. `bpe:4096`), `tiktoken:NAME`, e.g. `tiktoken:gpt2`, or `hf:FOLDER` or
     `hf:NAME` (the tokenizer.json in a folder or of a model on the hub)."""
 
-    max_tokens: Annotated[int | None, Between(2, MAX_INT32)] = None
+    max_tokens: Annotated[int | None, Between(2, MAX_INT32), Free("weights")] = None
     """Train on the first so many tokens, and read no more of a dataset. None: on all."""
 
-    validation_tokens: Annotated[int, Between(2, MAX_INT32)] = 1_000_000
+    validation_tokens: Annotated[int, Between(2, MAX_INT32), Free("weights")] = 1_000_000
     """Validate on at most this many tokens, from the start of the last 10 % of the text."""
 
     def __post_init__(self):
@@ -144,7 +144,7 @@ class ModelConfig:
     8/3 d_model rounded up to a multiple of 8. With moe: the widths of a token's experts added
     up."""
 
-    context_length: Annotated[int, Between(1, 10_000_000)] = 256
+    context_length: Annotated[int, Between(1, 10_000_000), Free("weights")] = 256
     """Maximum number of tokens that the model attends to, in training and in generation."""
 
     block: Annotated[BlockChoice, BlockNames(("pre", "post", "sandwich", "parallel"))] = "pre"
@@ -186,7 +186,7 @@ class ModelConfig:
     qk_norm: bool = True
     """RMS-normalise queries and keys before their product."""
 
-    separate_documents: bool = False
+    separate_documents: Annotated[bool, Free("weights")] = False
     """Each token sees only its own document, whose positions begin at 0 and which begins with the
     tokenizer's end-of-text token (see docs/training.md)."""
 
@@ -199,11 +199,11 @@ class ModelConfig:
     tied_head: bool = False
     """Use the embedding matrix as the output head too."""
 
-    dropout: Annotated[float, Between(0.0, 0.99)] = 0.0
+    dropout: Annotated[float, Between(0.0, 0.99), Free("weights")] = 0.0
     """Share of activations dropped in training: after the embedding and in what attention and MLP
     add to the residual stream."""
 
-    attention_dropout: Annotated[float, Between(0.0, 0.99)] = 0.0
+    attention_dropout: Annotated[float, Between(0.0, 0.99), Free("weights")] = 0.0
     """Share of attention weights dropped in training. Above 0, a GPU cannot use its fused
     attention."""
 
@@ -212,15 +212,15 @@ class ModelConfig:
     (except with block sandwich) and the head start at zero. gpt2: standard deviation 0.02, residual
     writers / sqrt(2 n_layers)."""
 
-    stack: Literal["unrolled", "scan"] = "unrolled"
+    stack: Annotated[Literal["unrolled", "scan"], Free("weights")] = "unrolled"
     """Train the layers one by one (fastest to run on a CPU) or by lax.scan (fastest to compile).
     The result is the same."""
 
-    remat: Literal["none", "attention", "block"] = "none"
+    remat: Annotated[Literal["none", "attention", "block"], Free("resume", "weights")] = "none"
     """What the gradient computes once more, to save memory in training: the inside of each
     attention, or of each block. The layers then run by lax.scan. The result is the same."""
 
-    lora: str | None = None
+    lora: Annotated[str | None, Free("weights")] = None
     """Low-rank adapters beside the matrices of a model that has been trained (--init-from), e.g. 8:
     their rank (Hu et al., 2021). All else stays as it is. Options: alpha (default: twice the rank),
     whose share of the rank scales the adapters; matrices (default:
@@ -332,7 +332,7 @@ class OptimizerConfig:
 class TrainingConfig:
     """How long to train, in what portions, and how often to evaluate and save."""
 
-    steps: Annotated[int, Between(1, MAX_INT32)] = 1200
+    steps: Annotated[int, Between(1, MAX_INT32), Free("resume")] = 1200
     """Optimizer steps."""
 
     batch_size: Annotated[int, Between(1, MAX_INT32)] = 8
@@ -351,37 +351,37 @@ class TrainingConfig:
     optimizer stay in float32, and so do evaluation and sampling. On a CPU without bfloat16
     instructions (AVX512-BF16, AMX), float32 is faster."""
 
-    cpu_devices: Annotated[int, Between(1, 1024)] = 2
+    cpu_devices: Annotated[int, Between(1, 1024), Free("resume", "comparison")] = 2
     """Without a GPU: how many devices train.py makes of the CPU, each with its own rows of a batch
     (fewer if they could not share it evenly). Two keep two cores busier than one that spreads
     each operation over both. The environment variable JAX_NUM_CPU_DEVICES overrides this."""
 
-    log_every: Annotated[int, Between(1, MAX_INT32)] = 20
+    log_every: Annotated[int, Between(1, MAX_INT32), Free("resume", "comparison")] = 20
     """Write a line of metrics after this many steps. These steps run as one compiled call if they
     take at most two seconds."""
 
-    eval_every: Annotated[int, Between(1, MAX_INT32)] = 400
+    eval_every: Annotated[int, Between(1, MAX_INT32), Free("resume")] = 400
     """Evaluate, and print a sample, after this many steps and at the end."""
 
-    sample_tokens: Annotated[int, Between(0, MAX_INT32)] = 128
+    sample_tokens: Annotated[int, Between(0, MAX_INT32), Free("resume", "comparison")] = 128
     """Tokens of the sample at each evaluation; 0 for none."""
 
-    save_seconds: Annotated[float, Between(0.0)] = 300.0
+    save_seconds: Annotated[float, Between(0.0), Free("resume", "comparison")] = 300.0
     """Save a checkpoint when the last one is this old, in addition to each evaluation and stop.
     A killed run loses the steps since the last checkpoint."""
 
-    keep: Annotated[int, Between(1, MAX_INT32)] = 2
+    keep: Annotated[int, Between(1, MAX_INT32), Free("resume", "comparison")] = 2
     """Keep this many of the newest checkpoints, and the best weights."""
 
     freeze: str = ""
     """Parameters that stay as they are: patterns of their names, separated by commas, such as
     embedding.*,*.mlp.*. (The names are those in a run's weights; * stands for anything.)"""
 
-    on_nonfinite: Literal["stop", "skip"] = "stop"
+    on_nonfinite: Annotated[Literal["stop", "skip"], Free("resume")] = "stop"
     """What to do when a loss or a gradient is not finite. stop: end the run, and save the batch.
     skip: skip that update, and count it."""
 
-    seed: Annotated[int, Between(0, MAX_INT32)] = 0
+    seed: Annotated[int, Between(0, MAX_INT32), Free("comparison")] = 0
     """The run is a pure function of the config, this seed included, except for the order of sums,
     which depends on the devices."""
 
@@ -457,9 +457,11 @@ class Config:
 
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    training: TrainingConfig = field(default_factory=TrainingConfig)
-    mesh: MeshConfig = field(default_factory=MeshConfig)
+    optimizer: Annotated[OptimizerConfig, Free("weights")] = field(default_factory=OptimizerConfig)
+    training: Annotated[TrainingConfig, Free("weights")] = field(default_factory=TrainingConfig)
+    mesh: Annotated[MeshConfig, Free("resume", "weights", "comparison")] = field(
+        default_factory=MeshConfig
+    )
 
     def __post_init__(self):
         require(

@@ -2,10 +2,14 @@
 
 Where the config has a choice of blocks, it also takes `FILE.py:CLASS`, or in Python the class
 itself. A block is built as `CLASS(config, key=key)`, from the `ModelConfig`; its other keyword
-arguments are its options. Parsing a config executes nothing. Only `load_custom` and `load_class`
-execute a file.
+arguments are its options.
+
+A file is executed only if the user names it: in such a field, or with `--custom FILE.py`. A run may
+come from a stranger, so what its config names is found in the files of `--custom`. Only
+`load_custom` and `load_class` execute a file.
 """
 
+import ast
 import contextlib
 import dataclasses
 import importlib
@@ -13,7 +17,7 @@ import inspect
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from gptlite.config import Config, ModelConfig
@@ -21,12 +25,14 @@ from gptlite.errors import UserError, require
 from gptlite.machine.block_names import (
     CUSTOM,
     CUSTOM_FIELDS,
-    BlockChoice,
     custom_name,
     is_custom,
     split_options,
 )
 from gptlite.machine.files import read_json
+
+# The files whose classes may be blocks; in Python, also the classes themselves.
+Custom = Sequence[str | type]
 
 
 def custom_blocks(config: ModelConfig) -> dict[str, str]:
@@ -36,9 +42,82 @@ def custom_blocks(config: ModelConfig) -> dict[str, str]:
 
 
 def custom_arguments(config: ModelConfig) -> list[str]:
-    """The command-line arguments that name the custom blocks of `config`."""
-    named = custom_blocks(config).items()
-    return [word for field, value in named for word in (f"--model.{field}", value)]
+    """The command-line arguments that name the files with the custom blocks of `config`."""
+    names = (split_options(value)[0] for value in custom_blocks(config).values())
+    files = dict.fromkeys(name.rpartition(":")[0] for name in names)
+    return [word for file in files for word in ("--custom", file)]
+
+
+def with_custom(config: Config, custom: Custom, *, read: bool = False) -> Config:
+    """`config` with custom blocks that are named by their class alone as FILE.py:CLASS, with the
+    file in `custom` that has the class. If it was `read` from a run, that holds for all of them:
+    the run's own file name is only a name. Executes nothing.
+
+    **Raises:** `UserError` if no file in `custom` has a class, or two have it.
+    """
+    named = {}
+    for field, value in custom_blocks(config.model).items():
+        name, _ = split_options(value)
+        found = find_custom(name, custom, read=read, where=f"model.{field}")
+        named[field] = found + value.removeprefix(name)
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, **named))
+
+
+def find_custom(name: str, custom: Custom, *, read: bool = False, where: str = "a block") -> str:
+    """The FILE.py:CLASS that `name` stands for: see `with_custom`, also for the errors."""
+    file, _, cls = name.rpartition(":")
+    if file and not read:
+        return name
+    found = _files_with(cls, custom)
+    # The file may be elsewhere.
+    found = [x for x in found if Path(x.rpartition(":")[0]).name == Path(file).name] or found
+    if len(found) != 1:
+        raise UserError(_wrong_custom(name, where, found, custom, read))
+    return found[0]
+
+
+def _files_with(cls: str, custom: Custom) -> list[str]:
+    """FILE.py:CLASS for each of `custom` that has a class of that name."""
+    found = []
+    for source in custom:
+        if isinstance(source, type):
+            if source.__qualname__ == cls:
+                CUSTOM[custom_name(source)] = source
+                found.append(custom_name(source))
+        elif cls in _classes(source):
+            found.append(f"{source}:{cls}")
+    return list(dict.fromkeys(found))
+
+
+def _classes(file: str) -> list[str]:
+    """The classes at the top of a file, which is not executed.
+
+    **Raises:** `UserError` if it cannot be read as Python.
+    """
+    try:
+        tree = ast.parse(Path(file).read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise UserError(f"--custom {file} cannot be read as a file of Python: {error}.") from error
+    return [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+
+
+def _wrong_custom(name: str, where: str, found: list[str], custom: Custom, read: bool) -> str:
+    file, _, cls = name.rpartition(":")
+    if found:
+        return f"There are several classes {cls}: {', '.join(found)}. Leave all but one out."
+    files = ", ".join(x if isinstance(x, str) else x.__qualname__ for x in custom)
+    if read:
+        but = f" (there is none in {files})" if files else ""
+        return (
+            f"The run was made with {name}, which is not gptlite's own code and is executed only "
+            f"if the command names a file with that class{but}: {shlex.join(['--custom', file])}."
+        )
+    if files:
+        return f"There is no class {cls} for {where} in {files}."
+    return (
+        f"There is no class {cls} for {where}: name it as FILE.py:{cls}, or give its file with "
+        "--custom."
+    )
 
 
 def load_custom(config: ModelConfig) -> None:
@@ -50,6 +129,7 @@ def load_custom(config: ModelConfig) -> None:
     """
     for value in custom_blocks(config).values():
         name, _ = split_options(value)
+        require(":" in name or name in CUSTOM, _wrong_custom(name, "a block", [], (), False))
         block = CUSTOM[name] if name in CUSTOM else load_class(name)
         try:
             inspect.signature(block).bind(config, key=None)
@@ -58,35 +138,6 @@ def load_custom(config: ModelConfig) -> None:
                 f"{name} must be built from (config, *, key), with a ModelConfig: {error}."
             ) from error
         CUSTOM[name] = block
-
-
-def resolve_custom(config: Config, names: Mapping[str, BlockChoice]) -> Config:
-    """`config`, read from a run, with its custom blocks as named in `names`. A run may come from a
-    stranger, so only the user decides which code is executed.
-
-    **Raises:** `UserError` if a block of the run is not named, or another one is.
-    """
-    given = dataclasses.replace(config.model, **names)
-    made_with, named = custom_blocks(config.model), {}
-    for field, value in made_with.items():
-        again = str(getattr(given, field)) if field in names else ""
-        name, options = split_options(again)
-        old_name, old_options = split_options(value)
-        # The file may be elsewhere, and the options need not be repeated.
-        same_class = name.rpartition(":")[2] == old_name.rpartition(":")[2]
-        if not again or not same_class or (options and options != old_options):
-            but = f" instead of {again}" if again else ""
-            raise UserError(
-                f"The run was made with {value}, which is not gptlite's own code and is executed "
-                f"only if the command names it: {shlex.join(custom_arguments(config.model))}{but}."
-            )
-        named[field] = name + value.removeprefix(old_name)
-    for field in names.keys() - made_with.keys():
-        raise UserError(
-            f"The run has no custom block for model.{field}, which is "
-            f"{getattr(config.model, field)}: leave {names[field]} out."
-        )
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, **named))
 
 
 def custom_sources(config: ModelConfig) -> dict[str, bytes]:

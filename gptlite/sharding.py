@@ -89,9 +89,9 @@ def arranged(devices: Sequence[Any], shape: tuple[int, int, int]) -> np.ndarray:
     return mesh_utils.create_hybrid_device_mesh(fast, slow, devices, allow_split_physical_axes=True)
 
 
-def check_tensor(mesh: Mesh | AbstractMesh, model: ModelConfig) -> None:
-    """**Raises:** `UserError` if the devices of `tensor` cannot share the heads evenly."""
-    tensor, kv_heads = mesh.shape["tensor"], model.n_kv_heads or model.n_heads
+def check_tensor(tensor: int, model: ModelConfig) -> None:
+    """**Raises:** `UserError` if so many devices along `tensor` cannot share the heads evenly."""
+    kv_heads = model.n_kv_heads or model.n_heads
     common = math.gcd(model.n_heads, kv_heads)
     if common % tensor:
         fitting = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)

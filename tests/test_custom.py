@@ -16,15 +16,21 @@ import pytest
 from conftest import TINY, VOCAB
 from jaxtyping import TypeCheckError
 
-from gptlite import load_run
 from gptlite.cli import parse_sample, parse_train
 from gptlite.config import Config, ModelConfig
-from gptlite.custom import custom_arguments, custom_sources, load_custom, resolve_custom
+from gptlite.custom import (
+    custom_arguments,
+    custom_sources,
+    load_class,
+    load_custom,
+    with_custom,
+)
 from gptlite.errors import UserError
 from gptlite.machine.block_names import CUSTOM
 from gptlite.machine.files import write_json
 from gptlite.models.gpt import GPT
 from gptlite.nn import RMSNorm
+from gptlite.runs.load import load, load_run
 from gptlite.runs.saved_config import changed_sources, load_config, save_config
 from gptlite.runs.tokenizers import make_tokenizer
 from gptlite.runs.weights import Evaluated, named_arrays, save_weights
@@ -95,7 +101,7 @@ def test_a_name_becomes_a_class_and_a_rename_custom(file, tmp_path):
     assert not Path("executed").exists()
     load_custom(config.model)
     assert Path("executed").exists()
-    assert custom_arguments(config.model) == ["--model.mlp", f"{file}:Twice"]
+    assert custom_arguments(config.model) == ["--custom", file]
     save_config(config, tmp_path / "config.json")
     assert load_config(tmp_path / "config.json") == config
     model: Any = GPT(config.model, VOCAB, key=jax.random.key(0))
@@ -258,37 +264,78 @@ def run(file, tmp_path) -> Path:
 
 
 def test_loading_a_run_executes_no_custom_code(run, file):
-    with pytest.raises(UserError, match=f"made with {file}:Twice, .*: --model.mlp {file}:Twice"):
+    Path("other.py").write_text("class Thrice:\n    pass\n")
+    with pytest.raises(UserError, match=f"made with {file}:Twice, .* with that class: --custom"):
         load_run(run)
-    with pytest.raises(UserError, match=f"instead of {file}:Halves"):
-        load_run(run, custom={"mlp": f"{file}:Halves"})
-    with pytest.raises(UserError, match=r"no custom block for model\.norm, which is rms"):
-        load_run(run, custom={"mlp": f"{file}:Twice", "norm": f"{file}:Twice"})
-    for words in (["--resume", str(run)], ["--resume", str(run), "--model.mlp", "relu"]):
-        with pytest.raises(UserError, match="executed only if the command names it"):
+    with pytest.raises(UserError, match=r"with that class \(there is none in other\.py\)"):
+        load_run(run, custom=["other.py"])
+    for words in (
+        ["--resume", str(run)],
+        ["--init-from", str(run)],
+        ["--resume", str(run), "--model.mlp", "relu"],
+        ["--resume", str(run), "--model.mlp", f"{file}:Twice"],
+        ["--resume", str(run), "--custom", "other.py"],
+    ):
+        with pytest.raises(UserError, match="executed only if the command names a file"):
             parse_train(words)
     assert not Path("executed").exists()
 
 
 def test_a_run_is_loaded_with_the_file_that_is_named(run, file):
-    arguments = parse_sample(["--run", str(run), "--model.mlp", f"{file}:Twice"])
-    loaded = load_run(run, custom=arguments.model.named)
+    arguments = parse_sample(["--run", str(run), "--custom", file])
+    loaded = load(arguments.run, custom=arguments.custom)
     assert Path("executed").exists()
     model: Any = loaded.model
     assert type(model.stack.blocks.mlp).__name__ == "Twice"
-    assert load_run(run, custom={"mlp": loaded.config.model.mlp}).config == loaded.config
-    resumed = parse_train(["--resume", str(run), f"--model.mlp={file}:Twice"])
-    assert resumed.config == config_with(mlp=f"{file}:Twice")
+    resumed = parse_train(["--resume", str(run), f"--custom={file}", "--data.corpus=pydoc"])
+    assert resumed.config.model == config_with(mlp=f"{file}:Twice").model
+    begun = parse_train(["--init-from", str(run), f"--custom={file}"])
+    assert begun.config.model == resumed.config.model
+    with pytest.raises(UserError, match=r"may not change on --resume: model.mlp \(.*, got relu\)"):
+        parse_train(["--resume", str(run), f"--custom={file}", "--model.mlp", "relu"])
+
+
+def test_the_file_of_a_run_may_be_elsewhere_or_a_class(run, file):
+    Path("elsewhere").mkdir()
+    moved = Path("elsewhere") / "moved.py"
+    Path(file).rename(moved)
+    loaded = load_run(run, custom=[str(moved)])
+    assert loaded.config.model.mlp == f"{moved}:Twice"
+    forget("moved")
+    block = load_class(f"{moved}:Twice")
+    model: Any = load_run(run, custom=[block]).model
+    assert type(model.stack.blocks.mlp) is block
+    forget("moved")
+
+
+def test_a_class_alone_is_found_in_the_files_that_are_named(file):
+    Path("other.py").write_text("class Twice:\n    pass\n")
+    config = config_with(mlp="Times:factor=3", norm="Twice")
+    found = with_custom(config, [file]).model
+    assert (found.mlp, found.norm) == (f"{file}:Times:factor=3", f"{file}:Twice")
+    parsed = parse_train(["--custom", file, "--model.mlp", "Twice"])
+    assert parsed.config.model.mlp == f"{file}:Twice"
+    for mlp, custom, words in (
+        ("Twice", [], "no class Twice for model.mlp: name it as FILE.py:Twice, or give its file"),
+        ("Times", ["other.py"], r"no class Times for model.mlp in other\.py"),
+        ("Twice", [file, "other.py"], f"several classes Twice: {file}:Twice, other.py:Twice"),
+        ("Twice", ["absent.py"], "--custom absent.py cannot be read as a file of Python"),
+    ):
+        with pytest.raises(UserError, match=words):
+            with_custom(config_with(mlp=mlp), custom)
+    with pytest.raises(UserError, match=r"no class Twice for a block: name it as FILE\.py"):
+        load_custom(config_with(norm="Twice").model)
+    assert not Path("executed").exists()
 
 
 def test_a_file_that_has_changed_is_said(run, file, capsys):
     Path(file).write_text(SOURCE + "\n\nMORE = 1\n")
-    loaded = load_run(run, custom={"mlp": f"{file}:Twice"})
+    loaded = load_run(run, custom=[file])
     assert f"{file} has changed since" in capsys.readouterr().out
     assert list(custom_sources(loaded.config.model)) == [file]
     assert changed_sources(run / "nothing", loaded.config.model) == []
 
 
 def test_a_config_without_custom_blocks_is_not_changed():
-    assert resolve_custom(Config(), {}) == Config()
+    assert with_custom(Config(), [], read=True) == Config()
     assert type(GPT(TINY, VOCAB, key=jax.random.key(0)).norm) is RMSNorm

@@ -25,6 +25,7 @@ PARTS = {
     "gptlite.trackers": "wing",
     "gptlite.adapters": "wing",
     "gptlite.export": "wing",
+    "train": "core",
     "sample": "core",
     "serve": "wing",
     "compare": "wing",

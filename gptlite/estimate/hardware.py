@@ -148,23 +148,23 @@ def describe(target: str) -> tuple[Hardware, Sequence[Any]]:
         r"[1-9]\d{0,4}" if hardware.gpu else r"\d{1,3}(x\d{1,3}){1,2}", size
     ):
         raise UserError(
-            "--compile-for must be a GPU and how many of them, such as h100:8, or a TPU and the "
+            "--for must be a GPU and how many of them, such as h100:8, or a TPU and the "
             f"shape of its slice, such as v5e:4x4, got {target!r}. There are: "
             f"{', '.join(HARDWARE)}."
         )
     slices = hardware.slices.split(", ") if hardware.slices else []
     require(
         size in slices or not slices,
-        f"--compile-for {name}: slices are {hardware.slices}, got {size}.",
+        f"--for {name}: slices are {hardware.slices}, got {size}.",
     )
     require(
         hardware.gpu is not None or bool(slices) or size.count("x") == 2,
-        f"--compile-for {name}: a slice has three sizes, such as 4x4x4, got {size}.",
+        f"--for {name}: a slice has three sizes, such as 4x4x4, got {size}.",
     )
     count = int(size) if hardware.gpu else 1
     require(
         count <= GPUS_PER_HOST or count % GPUS_PER_HOST == 0,
-        f"--compile-for {name}: hosts have {GPUS_PER_HOST} GPUs, so more than these must be a "
+        f"--for {name}: hosts have {GPUS_PER_HOST} GPUs, so more than these must be a "
         f"multiple of {GPUS_PER_HOST}, got {count}.",
     )
     import jax

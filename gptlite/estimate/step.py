@@ -5,10 +5,14 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import equinox as eqx
 import jax
 
 from gptlite.estimate.hardware import Hardware
-from gptlite.training.step import TrainSteps
+from gptlite.machine.pytrees import is_array
+from gptlite.nn.kernels.rows import n_row_shards
+from gptlite.sharding import batch_skeleton
+from gptlite.training.step import TrainSteps, default_parts
 
 # JAX's default: https://docs.jax.dev/en/latest/gpu_memory_allocation.html
 GPU_FRACTION = 0.75
@@ -43,11 +47,37 @@ class CompiledStep:
         )
 
 
+def lower_step(steps: TrainSteps, model: Any, context_length: int) -> jax.stages.Lowered:
+    """The program of a step on windows of ids. `model`, which may be `eqx.filter_eval_shape` of
+    one, and the devices of the mesh need not be there."""
+    state, static = eqx.partition(steps.skeleton(model), is_array)
+    windows = batch_skeleton((1, steps.training.batch_size, context_length + 1), steps.mesh)
+    number = batch_skeleton((), steps.mesh)
+
+    # Not `eqx.filter_jit`, for which a shape is no array.
+    def run(data, state):
+        return eqx.filter(steps.update(eqx.combine(state, static), *data), eqx.is_array)
+
+    run = jax.jit(run, donate_argnums=1, compiler_options=steps.compiler_options)
+    with jax.set_mesh(steps.mesh):
+        return run.lower((windows, number, number), state)
+
+
+def rows_at_once(steps: TrainSteps, tokens: int) -> int:
+    """The rows, of so many tokens, whose gradient a device computes at once."""
+    shape, batch_size = steps.mesh.shape, steps.training.batch_size
+    with jax.set_mesh(steps.mesh):
+        rows = batch_size // n_row_shards()
+        parts = steps.training.accumulation or default_parts(rows, tokens)
+    # Devices that cut the parameters share each part's rows.
+    return batch_size // (parts * shape["data"] * shape["fsdp"])
+
+
 def compile_step(model: Any, steps: TrainSteps) -> CompiledStep:
     """A step of `model`, or of `eqx.filter_eval_shape` of one, on windows of its context length."""
     start, compiled, refusal = time.perf_counter(), None, ""
     try:
-        compiled = steps.lowered(model, model.config.context_length).compile()
+        compiled = lower_step(steps, model, model.config.context_length).compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

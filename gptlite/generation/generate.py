@@ -152,13 +152,15 @@ def generate(
     config: SamplingConfig | None = None,
     *,
     lengths: Int[Array | np.ndarray, " batch"] | None = None,
-    keys: Key[Array, " batch"],
+    key: Key[Array, ""] | None = None,
+    keys: Key[Array, " batch"] | None = None,
 ) -> Int[Array, "batch new"]:
     """`max_new_tokens` tokens after each prompt. The arguments are those of `stream`.
 
     **Raises:** `UserError` as `stream` does.
     """
-    chunks = list(stream(model, prompt, max_new_tokens, config, lengths=lengths, keys=keys))
+    options = {"lengths": lengths, "key": key, "keys": keys}
+    chunks = list(stream(model, prompt, max_new_tokens, config, **options))
     # With NumPy, because JAX would compile a program for each length.
     none = np.zeros((len(prompt), 0), np.int32)
     return jnp.asarray(np.concatenate([none, *map(np.asarray, chunks)], axis=1))
@@ -171,7 +173,8 @@ def stream(
     config: SamplingConfig | None = None,
     *,
     lengths: Int[Array | np.ndarray, " batch"] | None = None,
-    keys: Key[Array, " batch"],
+    key: Key[Array, ""] | None = None,
+    keys: Key[Array, " batch"] | None = None,
 ) -> Iterator[Int[Array, "batch chunk"]]:
     """`generate`, a few tokens at a time. Each row is what it would be alone with its key.
 
@@ -180,14 +183,19 @@ def stream(
     - `model`: to call this often, pass `prepare(model, len(prompt))`, which takes as long as 30 to
       120 tokens of a small model.
     - `lengths`: how many tokens of each prompt are real; padding follows them. Default: all.
-    - `keys`: a key for each row. Of keys of the kind `rbg`, `jax.vmap` uses only the first, so that
-      a row depends on the others.
+    - `key`: for all rows: row `i` is drawn with `jax.random.fold_in(key, i)`.
+    - `keys`: in place of `key`, a key for each row. Of keys of the kind `rbg`, `jax.vmap` uses only
+      the first, so that a row depends on the others.
 
-    **Raises:** `UserError` if a prompt is empty or longer than the context, memory is too small,
-    the devices of a `PreparedModel` cannot share the rows evenly, or JAX traces an argument, as
-    inside `jax.jit`.
+    **Raises:** `UserError` if there is neither a key nor keys, or both, a prompt is empty or longer
+    than the context, memory is too small, the devices of a `PreparedModel` cannot share the rows
+    evenly, or JAX traces an argument, as inside `jax.jit`.
     """
-    _require_values((model, prompt, lengths, keys))
+    _require_values((model, prompt, lengths, key, keys))
+    require((key is None) != (keys is None), "Give either key, one for all rows, or keys.")
+    if key is not None:
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(prompt)))
+    assert keys is not None
     whole, copied = (model, size_of(model)) if isinstance(model, GPT) else (model.model, 0)
     context, longest = whole.config.context_length, prompt.shape[1]
     # With one length for all rows, a cache is written at one position, which is faster.
@@ -202,6 +210,8 @@ def stream(
             tokens <= longest,
             f"lengths must be at most {longest}, the width of prompt, got {tokens}.",
         )
+    if max_new_tokens < 1:
+        return
     config = SamplingConfig() if config is None else config
     sampling = Sampling.of([config] * len(prompt))
     room = room_for(longest, context)

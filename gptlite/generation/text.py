@@ -1,10 +1,57 @@
-"""From ids, as they come, to text that can be shown."""
+"""Prompt in, text out: a text to ids, and ids, as they come, to text that can be shown."""
 
 import codecs
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from gptlite.text.tokenizer import Tokenizer
+import jax
+import numpy as np
+
+from gptlite.config import SamplingConfig
+from gptlite.errors import require
+from gptlite.generation.generate import PreparedModel, stream
+from gptlite.models.gpt import GPT
+from gptlite.text.tokenizer import Ids, Tokenizer
+
+
+def prompt_ids(tokenizer: Tokenizer, prompt: str) -> Ids:
+    """The ids of a prompt, after those that the model expects before it.
+
+    **Raises:** `UserError` if the prompt is empty, or a character is not in the vocabulary.
+    """
+    require(bool(prompt), "The prompt is empty: give at least one character.")
+    return np.array([*tokenizer.start_ids, *tokenizer.encode(prompt).tolist()], np.int32)
+
+
+def stream_texts(
+    model: GPT | PreparedModel,
+    tokenizer: Tokenizer,
+    prompt: str,
+    texts: int = 1,
+    *,
+    max_new_tokens: int = 500,
+    sampling: SamplingConfig | None = None,
+    seed: int = 0,
+    stop: Sequence[str] = (),
+) -> Iterator[list[str]]:
+    """Texts that continue a prompt, a few tokens at a time: the next piece of each of them.
+
+    The same seed gives the same texts; the first is the same however many are asked for. Of a
+    prompt that is longer than the model's context, the model reads the end. `stop`: see
+    `TextStream`.
+
+    **Raises:** `UserError` as `prompt_ids` and `generate.stream` do.
+    """
+    context_length = (model if isinstance(model, GPT) else model.model).config.context_length
+    ids = prompt_ids(tokenizer, prompt)[-context_length:]
+    key = jax.random.key(seed, impl="threefry2x32")
+    prompts = np.tile(ids, (texts, 1))
+    streams = [TextStream(tokenizer, stop) for _ in range(texts)]
+    for chunk in stream(model, prompts, max_new_tokens, sampling, key=key):
+        yield [text.feed(row) for text, row in zip(streams, jax.device_get(chunk), strict=True)]
+        if all(text.stopped for text in streams):
+            break
+    yield [text.finish() for text in streams]
 
 
 @functools.lru_cache(maxsize=2**18)

@@ -24,7 +24,7 @@ from gptlite.machine.files import check_regular, read_json, write_atomically, wr
 from gptlite.runs.model import abstract_model
 from gptlite.runs.run import Run
 from gptlite.runs.weights import fill, named_arrays, named_leaves, require_room
-from gptlite.text.tokenizer import as_ids, decode
+from gptlite.text.tokenizer import Tokenizer, as_ids
 
 WEIGHTS = "model.safetensors"
 # Buffers in files of some versions of transformers that are no parameters.
@@ -40,7 +40,7 @@ def load_hf(name: str) -> Run:
     folder = find_folder(name)
     fields = _read(folder / "config.json")
     model, vocab_size = from_hf_config(fields), vocab_size_of(fields)
-    tokenizer = read_hf_tokenizer(folder, vocab_size, _end_ids(folder, fields, vocab_size))
+    tokenizer = load_hf_tokenizer(folder)
     skeleton = abstract_model(model, tokenizer)
     require_room(str(folder), skeleton)
     names = Names(model, fields["model_type"])
@@ -64,7 +64,7 @@ def export_run(run: Run, folder: Path) -> None:
     fields = to_hf_config(run.config.model, vocab_size)
     names = Names(run.config.model, fields["model_type"])
     tokenizer = to_hf_tokenizer(run.tokenizer)
-    ends = [decode(run.tokenizer, as_ids([i])) for i in run.tokenizer.end_ids]
+    ends = [run.tokenizer.decode(as_ids([i])) for i in run.tokenizer.end_ids]
     arrays = dict(export_arrays(names, named_arrays(run.model), vocab_size))
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -89,6 +89,16 @@ def export_run(run: Run, folder: Path) -> None:
         write_atomically(folder / "model.safetensors", content)
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error}.") from error
+
+
+def load_hf_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of the model in `folder`, for all ids that the model has.
+
+    **Raises:** `UserError` as `load_hf` does.
+    """
+    fields = _read(folder / "config.json")
+    vocab_size = vocab_size_of(fields)
+    return read_hf_tokenizer(folder, vocab_size, _end_ids(folder, fields, vocab_size))
 
 
 def load_hf_config(folder: Path) -> ModelConfig:

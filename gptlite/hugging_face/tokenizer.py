@@ -15,6 +15,7 @@ from gptlite.text.tokenizer import (
     PATTERNS,
     ByteTokenizer,
     CharTokenizer,
+    Decoding,
     Ids,
     TiktokenTokenizer,
     Tokenizer,
@@ -25,7 +26,7 @@ from gptlite.text.tokenizer import (
 MAX_WHOLE = 2**24
 
 
-class HFTokenizer:
+class HFTokenizer(Decoding):
     """A tokenizer of Hugging Face. A special token's text is encoded as plain text."""
 
     def __init__(self, content: str, vocab_size: int | None = None, end_ids: Sequence[Any] = ()):

@@ -48,9 +48,11 @@ def split_options(value: BlockChoice) -> tuple[str, Mapping[str, str]]:
 
 
 def is_custom(value: str) -> bool:
-    """Whether `value` names a custom block, `FILE.py:CLASS`."""
+    """Whether `value` names a custom block: `FILE.py:CLASS`, or `CLASS` alone, which begins with a
+    capital letter and is in one of the files that `--custom` names."""
     # A class that is not at the top of its file has dots in its name.
-    return value.isprintable() and re.fullmatch(r".+\.py:[A-Za-z_][\w.<>]*", value) is not None
+    pattern = r".+\.py:[A-Za-z_][\w.<>]*|[A-Z]\w*"
+    return value.isprintable() and re.fullmatch(pattern, value) is not None
 
 
 def custom_name(block: type) -> str:

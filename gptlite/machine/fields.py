@@ -1,7 +1,8 @@
-"""Bounds of fields, in their annotations, and the checks of values against annotations."""
+"""What a field's annotation says of it: its bounds, and when it may change."""
 
+import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -10,8 +11,6 @@ from gptlite.errors import require
 
 # Array sizes and counts: JAX indexes with 32 bits.
 MAX_INT32 = 2**31 - 1
-
-
 # The largest number in float32.
 MAX_FLOAT32 = 3.4e38
 
@@ -42,6 +41,50 @@ class Between(Rule):
             self.low <= value <= self.high and not (self.above and value == self.low),
             f"{name} must be {low} {self.low}{high}, got {value}.",
         )
+
+
+# When a config takes the place of another one: a run is resumed, a model keeps its weights
+# (`--init-from`), a comparison has trained a variant already.
+Occasion = Literal["resume", "weights", "comparison"]
+
+
+class Free:
+    """A note in `Annotated`: the occasions on which the field may change. Of a section, it holds
+    for all of its fields."""
+
+    def __init__(self, *on: Occasion):
+        self.on = on
+
+
+def settled(config: Any, occasion: Occasion | None, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The fields of a config that may not change on an occasion (None: all), by name, with their
+    values."""
+    for name, kind in _hints(type(config)).items():
+        notes = getattr(kind, "__metadata__", ())
+        if any(isinstance(note, Free) and occasion in note.on for note in notes):
+            continue
+        value = getattr(config, name)
+        if dataclasses.is_dataclass(value):
+            yield from settled(value, occasion, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def free(config: Any, occasion: Occasion) -> list[str]:
+    """The names of the fields of a config that may change on an occasion."""
+    fixed = dict(settled(config, occasion))
+    return [name for name, _ in settled(config, None) if name not in fixed]
+
+
+def changed(before: Any, after: Any, occasion: Occasion) -> list[str]:
+    """The fields that have changed from one config to another one and may not, with what they were
+    and are."""
+    new = dict(settled(after, occasion))
+    return [
+        f"{name} ({old}, got {new[name]})"
+        for name, old in settled(before, occasion)
+        if new[name] != old
+    ]
 
 
 def check_value(name: str, value: Any, kind: Any) -> None:

@@ -36,9 +36,9 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from gptlite.cli import exit_on_error, parse_words
+from gptlite.cli import CustomFiles, exit_on_error, parse_words
 from gptlite.config import ModelConfig
-from gptlite.custom import load_class
+from gptlite.custom import find_custom, load_class
 from gptlite.errors import UserError, require
 from gptlite.machine.block_names import is_custom, split_options
 from gptlite.machine.pytrees import count_parameters, path_name
@@ -188,6 +188,7 @@ def main(
     block: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE.py:CLASS[:rank=4]")],
     *,
     zero_grad: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = (),
+    custom: CustomFiles = (),
     bidirectional: bool = False,
     debug: bool = False,
 ) -> None:
@@ -196,13 +197,15 @@ def main(
     Args:
         block: The file and the class, with the options of the class.
         zero_grad: A parameter whose gradient is zero by design; may be given several times.
+        custom: A file with custom blocks, which may be executed; may be given several times. The
+            class may then be named alone.
         bidirectional: Check an encoder's block, in which every output depends on every input.
         debug: Show where in the code an error came from.
     """
     with exit_on_error(debug):
         name, given = split_options(block)
         require(is_custom(name), f"A block is named as FILE.py:CLASS, got {block!r}.")
-        loaded = load_class(name)
+        loaded = load_class(find_custom(name, custom))
         options = parse_options(name, loaded, given)
         try:
             causal = False if bidirectional else None

@@ -19,7 +19,7 @@ from gptlite.config import Config
 from gptlite.custom import custom_sources
 from gptlite.errors import UserError
 from gptlite.inspect.summary import activation_bytes, flops_per_token
-from gptlite.machine.fields import MAX_INT32
+from gptlite.machine.fields import MAX_INT32, settled
 from gptlite.machine.files import is_plausible, read_json, write_json
 from gptlite.machine.memory import free_memory
 from gptlite.machine.pytrees import count_parameters
@@ -178,13 +178,13 @@ class Comparison:
     def _settings(self, config: Config) -> dict[str, Any]:
         """Everything that decides what a variant learns."""
         settings = {
-            **_flat(config),
+            **dict(settled(config, "comparison")),
             "--equal": self._equal,
             "tokenizer": hashlib.sha256(json.dumps(self._tokenizer.to_json()).encode()).hexdigest(),
             "text": self._corpus_sha256,
         }
         if self._equal != "steps":  # then the base decides the number of steps
-            settings |= {f"{name} of the base": x for name, x in _flat(self._base).items()}
+            settings |= {f"{name} of the base": x for name, x in settled(self._base, "comparison")}
         for file, source in custom_sources(config.model).items():
             settings[f"version of {file}"] = hashlib.sha256(source).hexdigest()
         return settings
@@ -277,29 +277,6 @@ def _check_record(kept: dict[str, Any]) -> None:
     else:
         return
     raise ValueError(f"its {wrong} is missing or wrong")
-
-
-def _flat(config: Config) -> dict[str, Any]:
-    """The fields that decide what a variant learns, and on what it is validated. (The text and the
-    tokenizer are compared themselves.)"""
-    irrelevant = {
-        *(
-            "data.corpus",
-            "data.tokenizer",
-            "mesh.data",
-            "mesh.fsdp",
-            "mesh.tensor",
-            "training.seed",
-        ),
-        *("training.sample_tokens", "training.save_seconds", "training.keep"),
-        *("training.cpu_devices", "training.log_every"),
-    }
-    return {
-        name: value
-        for section, fields in dataclasses.asdict(config).items()
-        for field, value in fields.items()
-        if (name := f"{section}.{field}") not in irrelevant
-    }
 
 
 def _with_steps(config: Config, steps: int) -> Config:

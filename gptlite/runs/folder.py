@@ -69,7 +69,7 @@ from gptlite.runs.weights import (
     read_evaluated,
     save_weights,
 )
-from gptlite.text.tokenizer import Tokenizer, decode
+from gptlite.text.tokenizer import Tokenizer
 from gptlite.training.fit import DivergenceError, Progress
 from gptlite.training.frozen import frozen_in
 from gptlite.training.step import TrainState
@@ -288,9 +288,9 @@ class RunFolder:
                     log(f"{error} Looking for an older checkpoint.")
         raise UserError(f"No checkpoint in {self.path} can be used.")
 
-    def resume(self, checkpoint: Checkpoint, config: Config) -> None:
-        """Bring the folder back to the state in which `checkpoint` was written."""
-        record, step = checkpoint.record, checkpoint.record.position.step
+    def resume(self, record: Record, config: Config) -> None:
+        """Bring the folder back to the state in which the checkpoint with `record` was written."""
+        step = record.position.step
         if is_first():
             self._bring_back(step, config)
         self._check_shared()
@@ -469,7 +469,7 @@ class RunFolder:
             for name, value in diverged.report.items()
         }
         if diverged.batch is not None:
-            report["text"] = [decode(tokenizer, window) for window in diverged.batch]
+            report["text"] = [tokenizer.decode(window) for window in diverged.batch]
             report["ids"] = diverged.batch.tolist()
         with self._writing():
             write_json(self.path / "nonfinite.json", report)

@@ -1,14 +1,12 @@
-"""A trained model, read from its run's folder."""
+"""A trained model, read from its run's folder, or from a folder in Hugging Face's format."""
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Literal
 
-from gptlite.custom import load_custom, resolve_custom
+from gptlite.custom import Custom, load_custom, with_custom
 from gptlite.errors import UserError, require
-from gptlite.machine.block_names import BlockChoice
+from gptlite.machine.files import read_json
 from gptlite.machine.progress import log
 from gptlite.runs.find import find_run
 from gptlite.runs.model import abstract_model
@@ -19,30 +17,43 @@ from gptlite.runs.weights import fill, load_weights, named_arrays
 from gptlite.training.frozen import frozen_in
 
 
-def load_run(
-    path: Path | str,
-    which: Literal["best", "last"] = "best",
+def load(
+    name: str | Path | None = None,
+    weights: Literal["best", "last"] = "best",
     *,
-    custom: Mapping[str, BlockChoice] = MappingProxyType({}),
+    custom: Custom = (),
 ) -> Run:
-    """Load a run's model, tokenizer and config. Adapters are added to their matrices.
+    """A trained model, with its tokenizer and config.
 
-    `custom`: the custom blocks that the run was made with, named again by their field, as in
-    `{"mlp": SineMLP}` or `{"mlp": "my_blocks.py:SineMLP"}`; the file is then executed. A line on
-    standard output says which of them have changed since.
+    **Arguments:**
 
-    **Raises:** `UserError` if a file is missing, damaged or of another shape than the config says,
-    or a custom block is not named.
+    - `name`: the folder of a run, or its name in `runs/`; `hf:NAME` for a model in Hugging Face's
+      format on the hub or in a folder, or that folder. Default: the newest run.
+    - `weights`: those of the best evaluation, or of the last checkpoint.
+    - `custom`: the files with the custom blocks that the run was made with, which are executed; or
+      the classes themselves.
+
+    **Raises:** `UserError` if there is no such model, a file is missing, damaged or of another
+    shape than the config says, or a custom block is in none of the files.
     """
-    path = Path(path)
-    if not (path / "config.json").is_file():
-        raise UserError(f"{path} is not a run: it has no config.json.")
-    config = resolve_custom(load_config(path / "config.json"), custom)
+    name = None if name is None else str(name)
+    if name is not None and (name.startswith("hf:") or _is_hf(Path(name))):
+        from gptlite.hugging_face.folder import load_hf  # its imports take time
+
+        require(weights == "best", f"{name} has one set of weights: leave --weights last out.")
+        return load_hf(name.removeprefix("hf:"))
+    return load_run(find_run(name, weights), weights, custom=custom)
+
+
+def load_run(path: Path, which: Literal["best", "last"] = "best", *, custom: Custom = ()) -> Run:
+    """`load` of the run in a folder. Adapters are added to their matrices. A line on standard
+    output says which of the custom files have changed since the run began."""
+    require((path / "config.json").is_file(), f"{path} is not a run: it has no config.json.")
+    config = with_custom(load_config(path / "config.json"), custom, read=True)
     load_custom(config.model)
     for changed in changed_sources(path, config.model):
         log(f"{changed} has changed since {path} began.")
     tokenizer = load_tokenizer(path)
-
     if which == "best" and not (path / "best.safetensors").exists():
         raise UserError(
             f"The run {path} has no best weights. (The first evaluation saves them.) Use its "
@@ -54,23 +65,13 @@ def load_run(
         from gptlite.adapters import merged
 
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, lora=None))
-        model = fill(
-            abstract_model(config.model, tokenizer),
-            named_arrays(merged(model)),
-            f"The weights {file}",
-        )
+        plain = abstract_model(config.model, tokenizer)
+        model = fill(plain, named_arrays(merged(model)), f"The weights {file}")
     return Run(path, config, tokenizer, model)
 
 
-def load_any(
-    name: str | None,
-    which: Literal["best", "last"] = "best",
-    custom: Mapping[str, BlockChoice] = MappingProxyType({}),
-) -> Run:
-    """The run in a folder or of a name in `runs/`; for `hf:NAME`, a model of Hugging Face."""
-    if name is not None and name.startswith("hf:"):
-        from gptlite.hugging_face.folder import load_hf  # its imports take time
-
-        require(which == "best", f"{name} has one set of weights: leave --weights last out.")
-        return load_hf(name.removeprefix("hf:"))
-    return load_run(find_run(name, which), which, custom=custom)
+def _is_hf(folder: Path) -> bool:
+    try:
+        return "model_type" in read_json(folder / "config.json")
+    except (OSError, ValueError):
+        return False

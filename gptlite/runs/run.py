@@ -1,9 +1,13 @@
 """A trained model, with what belongs to it."""
 
+import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gptlite.config import Config
+from gptlite.config import Config, SamplingConfig
+from gptlite.generation.generate import PreparedModel, prepare
+from gptlite.generation.text import stream_texts
 from gptlite.models.gpt import GPT
 from gptlite.text.tokenizer import Tokenizer
 
@@ -16,3 +20,63 @@ class Run:
     config: Config
     tokenizer: Tokenizer
     model: GPT
+
+    def generate(
+        self,
+        prompt: str,
+        *,
+        max_new_tokens: int = 500,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        greedy: bool = False,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+    ) -> str:
+        """The text that follows a prompt. The arguments are those of `stream`.
+
+        **Raises:** `UserError` as `stream` does.
+        """
+        sampling = SamplingConfig(temperature, top_k, top_p, min_p, greedy)
+        return "".join(self._pieces(prompt, max_new_tokens, sampling, seed, stop))
+
+    def stream(
+        self,
+        prompt: str,
+        *,
+        max_new_tokens: int = 500,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        greedy: bool = False,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+    ) -> Iterator[str]:
+        """The text that follows a prompt, piece by piece, as it is generated.
+
+        **Arguments:**
+
+        - `prompt`: of one that is longer than the model's context, the model reads the end.
+        - `max_new_tokens`: tokens to generate, at most.
+        - `temperature`, `top_k`, `top_p`, `min_p`, `greedy`: see `gptlite.SamplingConfig`.
+        - `seed`: the same seed gives the same text, which is that of `sample.py`.
+        - `stop`: the text ends before any of these strings.
+
+        **Raises:** `UserError` if the prompt is empty, a character of it is not in the vocabulary,
+        an argument is out of range, or memory is too small.
+        """
+        sampling = SamplingConfig(temperature, top_k, top_p, min_p, greedy)
+        return self._pieces(prompt, max_new_tokens, sampling, seed, stop)
+
+    def _pieces(
+        self, prompt: str, tokens: int, sampling: SamplingConfig, seed: int, stop: Sequence[str]
+    ) -> Iterator[str]:
+        options = {"max_new_tokens": tokens, "sampling": sampling, "seed": seed, "stop": stop}
+        for (piece,) in stream_texts(self._prepared, self.tokenizer, prompt, **options):
+            yield piece
+
+    @functools.cached_property
+    def _prepared(self) -> PreparedModel:
+        return prepare(self.model, 1)

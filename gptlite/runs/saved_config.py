@@ -9,25 +9,8 @@ from typing import Any, get_type_hints
 
 from gptlite.config import Config, DataConfig, ModelConfig
 from gptlite.custom import custom_sources
-from gptlite.errors import UserError, require
+from gptlite.errors import UserError
 from gptlite.machine.files import read_bounded, read_json, write_atomically, write_json
-
-# Fields that `--resume` may change, besides the name of the same text.
-RESUMABLE = {
-    "data": ("corpus",),
-    "model": ("remat",),
-    "training": (
-        "steps",
-        "log_every",
-        "eval_every",
-        "sample_tokens",
-        "save_seconds",
-        "keep",
-        "on_nonfinite",
-        "cpu_devices",
-    ),
-    "mesh": ("data", "fsdp", "tensor"),
-}
 
 
 def save_config(config: Config, path: Path) -> None:
@@ -52,18 +35,6 @@ def corpus_arguments(data: DataConfig) -> list[str]:
     """The command-line arguments that name the text of a run; none for gptlite's own texts."""
     ours = ("auto", "shakespeare", "pydoc")
     return [] if data.corpus in ours else ["--data.corpus", data.corpus]
-
-
-def require_resumable(before: Config, after: Config) -> None:
-    """Raise `UserError`, naming every field, if `after` changes what `--resume` may not change."""
-    changed = [
-        f"{section}.{name} (the run has {old}, got {new})"
-        for section, fields in dataclasses.asdict(before).items()
-        for name, old in fields.items()
-        if name not in RESUMABLE.get(section, ())
-        and (new := getattr(getattr(after, section), name)) != old
-    ]
-    require(not changed, f"These may not change on --resume: {'; '.join(changed)}.")
 
 
 def save_sources(run: Path, config: ModelConfig) -> None:

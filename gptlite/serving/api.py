@@ -17,7 +17,7 @@ from gptlite.errors import UserError, require
 from gptlite.generation.generate import N_BEST
 from gptlite.machine.fields import MAX_INT32, Between, check_fields
 from gptlite.serving.text import Piece, Scored, ServedText, Token, shown
-from gptlite.text.tokenizer import Ids, Tokenizer, as_ids, decode
+from gptlite.text.tokenizer import Ids, Tokenizer, as_ids
 
 # Bytes of a request.
 MAX_BODY = 2**22
@@ -232,7 +232,7 @@ class Prompt:
     """None if it was given as ids."""
 
     def shown(self, tokenizer: Tokenizer) -> str:
-        return decode(tokenizer, self.ids) if self.text is None else self.text
+        return tokenizer.decode(self.ids) if self.text is None else self.text
 
 
 def read_prompt(tokenizer: Tokenizer, prompt: Any, most: int) -> Prompt:

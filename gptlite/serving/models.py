@@ -8,6 +8,7 @@ from pathlib import Path
 import anyio.to_thread
 
 from gptlite.config import SamplingConfig
+from gptlite.custom import Custom
 from gptlite.errors import UserError, require
 from gptlite.machine.progress import log
 from gptlite.models.gpt import GPT
@@ -81,8 +82,9 @@ def serve_run(run: Run, name: str, *, max_rows: int, max_waiting: int) -> Served
 class Models:
     """The model that is served, and other runs, which are loaded when the page asks for them."""
 
-    def __init__(self, main: Served):
-        self.main = main
+    def __init__(self, main: Served, custom: Custom = ()):
+        """`custom`: the files whose classes the runs may have as blocks."""
+        self.main, self._custom = main, custom
         self._others: dict[str, tuple[int, Served]] = {}
         self._loading = asyncio.Lock()
 
@@ -106,7 +108,7 @@ class Models:
             return kept[1]
 
     def _serve(self, path: Path) -> Served:
-        run = load_run(path)
+        run = load_run(path, custom=self._custom)
         return serve_run(run, path.name, max_rows=OTHERS_ROWS, max_waiting=OTHERS_WAITING)
 
     def stop(self) -> None:

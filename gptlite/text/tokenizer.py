@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import tiktoken
-from jaxtyping import Integer
+from jaxtyping import Array, Integer
 
 from gptlite.errors import UserError, require
 from gptlite.text.corpus import code_points
@@ -74,6 +74,10 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def decode(self, ids: Integer[Array | np.ndarray, " tokens"]) -> str:
+        """The text of `ids`. Bytes that are no UTF-8 (which a model may generate) become U+FFFD."""
+        ...
+
     def boundary(self, text: str) -> int:
         """The last place found in `text` where it may be cut: the ids before it do not depend on
         what follows. 0 if there is none."""
@@ -93,9 +97,12 @@ def as_ids(ids: list[int]) -> Ids:
     return np.array(ids, np.int32)
 
 
-def decode(tokenizer: Tokenizer, ids: Ids) -> str:
-    """The text of `ids`. Bytes that are no UTF-8 (which a model may generate) become U+FFFD."""
-    return b"".join(tokenizer.token_bytes(int(i)) for i in ids).decode("utf-8", errors="replace")
+class Decoding:
+    """The `decode` of a tokenizer, from its `token_bytes`."""
+
+    def decode(self: Tokenizer, ids: Integer[Array | np.ndarray, " tokens"]) -> str:
+        content = map(self.token_bytes, np.asarray(ids).tolist())
+        return b"".join(content).decode("utf-8", errors="replace")
 
 
 def encode_pieces(tokenizer: Tokenizer, pieces: Iterator[str]) -> Iterator[Ids]:
@@ -111,7 +118,7 @@ def encode_pieces(tokenizer: Tokenizer, pieces: Iterator[str]) -> Iterator[Ids]:
         yield tokenizer.encode(rest)
 
 
-class CharTokenizer:
+class CharTokenizer(Decoding):
     """One id per character: the sorted distinct characters of a text, as in nanoGPT."""
 
     start_ids = end_ids = ()
@@ -158,7 +165,7 @@ class CharTokenizer:
         return {"kind": "char", "characters": self.characters}
 
 
-class ByteTokenizer:
+class ByteTokenizer(Decoding):
     """One id per byte of the UTF-8 text."""
 
     start_ids = end_ids = ()
@@ -178,7 +185,7 @@ class ByteTokenizer:
         return {"kind": "byte"}
 
 
-class TiktokenTokenizer:
+class TiktokenTokenizer(Decoding):
     """One of tiktoken's byte-pair encodings. A special token's text is encoded as plain text.
 
     **Raises:** `UserError` if it splits a text by none of `PATTERNS`.

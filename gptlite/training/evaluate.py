@@ -56,8 +56,8 @@ class Evaluation:
             summed = np.asarray(_summed_loss(model, self._batches, self._by_seed), np.float64)
         return np.asarray(summed / self._targets)
 
-    def evaluate_or_raise(self, progress: Progress) -> float:
-        """Nats per token of the model in `progress`.
+    def after(self, progress: Progress) -> float:
+        """Nats per token of the model after a dispatch of steps.
 
         **Raises:** `DivergenceError` if the loss is not finite.
         """

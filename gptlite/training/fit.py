@@ -101,7 +101,7 @@ def fit(
 ) -> Iterator[Progress]:
     """Train `state` up to `training.steps`, and yield after every dispatch of steps.
 
-    The steps are compiled before this returns.
+    The steps are compiled before this returns, unless they are.
 
     **Arguments:**
 
@@ -123,11 +123,10 @@ def fit(
         f"The state is of step {state.step}, and training is to continue at {start.step}.",
     )
     stops = training.on_nonfinite == "stop" if stop_on_nonfinite is None else stop_on_nonfinite
-    capacity = min(training.log_every, training.eval_every, training.steps)
-    read = _Reader(batch, train_steps, capacity)
+    read = _Reader(batch, train_steps)
     try:
-        # No steps: this compiles the program, so that the speeds below are those of steps.
-        state, _ = train_steps(state, read(start.step, 0), 0)
+        # So that the speeds below are those of steps.
+        train_steps.compile(state, read.first(start.step))
     except BaseException:
         read.close()
         raise
@@ -144,7 +143,8 @@ def fit(
                 state, metrics = train_steps(state, batches, count)
                 metrics = jax.tree.map(lambda x, n=count: np.asarray(x)[..., :n], metrics)
                 seconds = time.perf_counter() - began
-                per_dispatch = max(1, min(capacity, int(SECONDS_PER_DISPATCH * count / seconds)))
+                per_dispatch = int(SECONDS_PER_DISPATCH * count / seconds)
+                per_dispatch = max(1, min(per_dispatch, train_steps.capacity))
                 (per_dispatch,) = largest(per_dispatch)  # the same in all processes
                 step_seconds += seconds
                 if stops and not metrics.finite.all():
@@ -200,34 +200,39 @@ def _next_log_step(step: int, training: TrainingConfig) -> int:
 class _Reader:
     """Reads batches ahead of the steps, on a thread."""
 
-    def __init__(self, batch: BatchOf, train_steps: TrainSteps, capacity: int):
-        self._batch, self._train_steps, self._capacity = batch, train_steps, capacity
-        self._depth = min(2 * capacity, MAX_AHEAD)
+    def __init__(self, batch: BatchOf, train_steps: TrainSteps):
+        self._batch, self._train_steps = batch, train_steps
+        self._depth = min(2 * train_steps.capacity, MAX_AHEAD)
         self._thread = concurrent.futures.ThreadPoolExecutor(1)
         self._pending: dict[int, concurrent.futures.Future[PyTree]] = {}
         self._kind: PyTree = None
 
     def __call__(self, step: int, count: int) -> PyTree:
         """`count` batches from `step` on, stacked, followed by zeros up to the capacity."""
-        steps = self._train_steps.training.steps
-        end = max(step + max(count, 1), min(step + self._depth, steps))
-        for ahead in range(step, end):
-            if ahead not in self._pending:
-                self._pending[ahead] = self._thread.submit(self._batch, ahead)
-        # At least one, for its shapes.
-        batches = [self._pending[i].result() for i in range(step, step + max(count, 1))]
+        self._read_ahead(step, step + count)
+        batches = [self._pending.pop(i).result() for i in range(step, step + count)]
         for i, batch in enumerate(batches):
             self._check(step + i, batch)
-        for i in range(step, step + count):
-            del self._pending[i]
+        capacity = self._train_steps.capacity
 
         def stack(*leaves):
-            stacked = np.zeros((self._capacity, *np.shape(leaves[0])), np.asarray(leaves[0]).dtype)
+            stacked = np.zeros((capacity, *np.shape(leaves[0])), np.asarray(leaves[0]).dtype)
             for i, leaf in enumerate(leaves):
                 stacked[i] = leaf
             return stacked
 
         return jax.tree.map(stack, *batches)
+
+    def first(self, step: int) -> PyTree:
+        """The batch of `step`, which stays to be read."""
+        self._read_ahead(step, step + 1)
+        return self._pending[step].result()
+
+    def _read_ahead(self, step: int, end: int) -> None:
+        steps = self._train_steps.training.steps
+        for ahead in range(step, max(end, min(step + self._depth, steps))):
+            if ahead not in self._pending:
+                self._pending[ahead] = self._thread.submit(self._batch, ahead)
 
     def close(self) -> None:
         """Stop reading."""
@@ -235,21 +240,11 @@ class _Reader:
 
     def _check(self, step: int, batch: PyTree) -> None:
         """**Raises:** `UserError` if the batch does not fit."""
-        kind = jax.tree.map(lambda x: f"{np.asarray(x).dtype}{list(np.shape(x))}", batch)
-        seeds, vocab_size = self._train_steps.seeds, self._train_steps.vocab_size
-        wanted = (*(() if seeds is None else (seeds,)), len(self._train_steps.rows))
-        leaves = jax.tree.leaves(batch)
-        same = self._kind is None or kind == self._kind
-        if not leaves or not same or any(np.shape(x)[: len(wanted)] != wanted for x in leaves):
-            is_whole = wanted[-1] == self._train_steps.training.batch_size
-            what = "training.batch_size" if is_whole else "this process's rows"
-            raise UserError(
-                f"Batches must begin with an axis of {what}, {wanted[-1]}, and have the same "
-                f"shapes and dtypes at every step, got {kind} at step {step}."
-            )
+        self._train_steps.check_batch(batch, step)
+        kind = jax.tree.map(lambda x: (np.asarray(x).dtype, np.shape(x)), batch)
+        require(
+            self._kind is None or kind == self._kind,
+            f"Batches must have the same shapes and dtypes at every step, got {kind} at step "
+            f"{step}, and {self._kind} before.",
+        )
         self._kind = kind
-        if vocab_size is not None and np.max(leaves[0]) >= vocab_size:
-            raise UserError(
-                f"The text has a token {np.max(leaves[0])}, and the model's vocabulary ends at "
-                f"{vocab_size - 1}: they belong to different tokenizers."
-            )

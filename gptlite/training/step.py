@@ -14,13 +14,12 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, Shaped
 
 from gptlite.config import OptimizerConfig, TrainingConfig
 from gptlite.errors import UserError
-from gptlite.machine.pytrees import Trainable, cast, is_array, is_parameter
+from gptlite.machine.pytrees import Trainable, cast, is_parameter
 from gptlite.nn.dtypes import widen
 from gptlite.nn.kernels.row_keys import row_key
 from gptlite.nn.kernels.rows import mean_by_rows, n_row_shards
 from gptlite.nn.stack import Stack
 from gptlite.sharding import (
-    batch_skeleton,
     check_rows,
     constrain,
     constrain_parameters,
@@ -108,14 +107,13 @@ class TrainSteps:
         self._optimizer = make_optimizer(optimizer, training.steps, params)
         self._schedule = make_schedule(optimizer, training.steps)
         self._peak = optimizer.learning_rate
-        self.seeds = None if seeds is None else len(seeds)
         self.rows = local_rows(mesh, training.batch_size)
         """Which rows of a batch this process reads: all, if it is the only one."""
         # Only windows of ids can be compared with a vocabulary.
         self.vocab_size = getattr(model, "vocab_size", None) if losses is window_losses else None
         # Seeds are arguments of the program, so that a new one compiles nothing.
         self._seeds = np.asarray(training.seed if seeds is None else seeds, np.int32)
-        steps = self._steps
+        steps = self.update
         if seeds is not None:
             self._seeds = place_seeds(jnp.asarray(self._seeds), mesh)
             steps = eqx.filter_vmap(steps, in_axes=(eqx.if_array(0), 1, None, 0))
@@ -123,16 +121,16 @@ class TrainSteps:
         # cuBLAS adds a bias and the residual stream to a product's result. XLA's own products on
         # NVIDIA's GPUs, in Triton, do not: a step of GPT-2 (124 M) would write a tenth more.
         nvidia = "NVIDIA" in mesh.devices.flat[0].device_kind
-        self._options = {"xla_gpu_enable_triton_gemm": False} if nvidia else None
+        self.compiler_options = {"xla_gpu_enable_triton_gemm": False} if nvidia else None
 
         # (`eqx.filter_jit` passes `compiler_options` to `jax.jit`. Its annotations omit it.)
         @eqx.filter_jit(  # pyright: ignore[reportCallIssue]
-            donate="all-except-first", compiler_options=self._options
+            donate="all-except-first", compiler_options=self.compiler_options
         )
         def run(data: tuple, state: TrainState) -> tuple[TrainState, StepMetrics]:
             return steps(state, *data)
 
-        self._run = run
+        self._run: Any = run
 
     def init(self, model: Any) -> TrainState:
         """The state before the first step, of a copy of `model` (or of models, stacked)."""
@@ -167,38 +165,53 @@ class TrainSteps:
         """The state after the first `count` of `batches`, `[steps, batch, ...]` (with several
         seeds, `[steps, seeds, batch, ...]`). Reuses the memory of `state`."""
         with jax.set_mesh(self.mesh):
-            data = (place_batches(batches, self.mesh), jnp.asarray(count), self._seeds)
-            return self._run(data, state)
+            return self._run(self._data(batches, count), state)
 
-    def lowered(self, model: Any, context_length: int) -> jax.stages.Lowered:
-        """The program of a step on windows of ids, for inspection. `model`, which may be
-        `eqx.filter_eval_shape` of one, and the devices of the mesh need not be there."""
-        state, static = eqx.partition(self.skeleton(model), is_array)
-        windows = batch_skeleton((1, self.training.batch_size, context_length + 1), self.mesh)
-        number = batch_skeleton((), self.mesh)
+    def _data(self, batches: PyTree, count: int) -> tuple[PyTree, Array, Array | np.ndarray]:
+        return place_batches(batches, self.mesh), jnp.asarray(count), self._seeds
 
-        # Not `eqx.filter_jit`, for which a shape is no array.
-        def run(data, state):
-            return eqx.filter(self._steps(eqx.combine(state, static), *data), eqx.is_array)
+    @property
+    def capacity(self) -> int:
+        """The most steps of a call: no more than lie between two lines of metrics."""
+        return min(self.training.log_every, self.training.eval_every, self.training.steps)
 
-        run = jax.jit(run, donate_argnums=1, compiler_options=self._options)
+    def compile(self, state: TrainState, batch: PyTree) -> None:
+        """Compile the update for a state and batches like these, `[batch, ...]`. Changes neither;
+        the first call then takes as long as others.
+
+        **Raises:** `UserError` if the batch does not fit: see `check_batch`.
+        """
+        self.check_batch(batch)
+        batches = jax.tree.map(
+            lambda x: np.zeros((self.capacity, *np.shape(x)), np.asarray(x).dtype), batch
+        )
         with jax.set_mesh(self.mesh):
-            return run.lower((windows, number, number), state)
+            self._run.lower(self._data(batches, 0), state).compile()
 
-    def rows_at_once(self, tokens: int) -> int:
-        """The rows, of so many tokens, whose gradient a device computes at once."""
-        shape = self.mesh.shape
-        with jax.set_mesh(self.mesh):
-            rows = self.training.batch_size // n_row_shards()
-            parts = self.training.accumulation or default_parts(rows, tokens)
-        # Devices that cut the parameters share each part's rows.
-        return self.training.batch_size // (parts * shape["data"] * shape["fsdp"])
+    def check_batch(self, batch: PyTree, step: int = 0) -> None:
+        """**Raises:** `UserError` if the batch of a step does not begin with an axis of this
+        process's rows, or has an id that is not in the vocabulary."""
+        wanted = (*self._seeds.shape, len(self.rows))
+        leaves = jax.tree.leaves(batch)
+        if not leaves or any(np.shape(x)[: len(wanted)] != wanted for x in leaves):
+            is_whole = wanted[-1] == self.training.batch_size
+            what = "training.batch_size" if is_whole else "this process's rows"
+            kind = jax.tree.map(lambda x: f"{np.asarray(x).dtype}{list(np.shape(x))}", batch)
+            raise UserError(
+                f"Batches must begin with an axis of {what}, {wanted[-1]}, and have the same "
+                f"shapes and dtypes at every step, got {kind} at step {step}."
+            )
+        if self.vocab_size is not None and np.max(leaves[0]) >= self.vocab_size:
+            raise UserError(
+                f"The text has a token {np.max(leaves[0])}, and the model's vocabulary ends at "
+                f"{self.vocab_size - 1}: they belong to different tokenizers."
+            )
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of update `step`, counted from 0 (with muon: of the matrices)."""
         return self._peak * float(self._schedule(step))
 
-    def _steps(
+    def update(
         self,
         state: TrainState,
         batches: PyTree[Shaped[Array, "steps batch ..."]],

@@ -299,5 +299,5 @@ def test_attention_kernels_are_known_by_name_with_the_products_that_the_mask_lea
     ],
 )
 def test_a_target_that_does_not_exist_is_refused(target):
-    with pytest.raises(UserError, match=r"--compile-for .* got '?"):
+    with pytest.raises(UserError, match=r"--for .* got '?"):
         describe(target)

@@ -31,7 +31,7 @@ def test_a_recurrent_state_passes_checks_and_serves_prompts_of_different_lengths
 
 def test_a_recurrent_state_trains_samples_and_resumes(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
-    custom = ["--model.attention", RECURRENT]
+    custom = ["--custom", RECURRENT.partition(":")[0]]
     shape = ["--model.n-layers", "1", "--model.d-model", "16", "--model.context-length", "16"]
     shape += ["--optimizer.name", "adamw"]
     data = ["--run", "gla", "--data.corpus", str(tmp_path / "text.txt"), *shape]
@@ -41,7 +41,7 @@ def test_a_recurrent_state_trains_samples_and_resumes(tmp_path):
         assert done.code == 0, done.err
         return done.out
 
-    script("train.py", *data, "--training.steps", "4")
+    script("train.py", *data, "--training.steps", "4", "--model.attention", RECURRENT)
     again = ["--resume", "gla", "--data.corpus", str(tmp_path / "text.txt")]
     script("train.py", *again, "--training.steps", "8")
     assert len(script("sample.py", "--prompt", "The", "--max-new-tokens", "40")) == 41

@@ -16,7 +16,6 @@ from gptlite.hugging_face.bpe import PATTERN, train_bpe
 from gptlite.hugging_face.tokenizer import BYTE_CHARACTERS, HFTokenizer, to_hf_tokenizer
 from gptlite.runs.tokenizers import make_tokenizer, tokenizer_from_json
 from gptlite.text.corpus import Corpus, text_corpus
-from gptlite.text.tokenizer import decode
 
 CORPUS = text_corpus(TEXT)
 TRAINING = TEXT[: CORPUS.training_characters]
@@ -88,7 +87,7 @@ def test_a_run_and_other_libraries_encode_alike():
     theirs = HFTokenizer(to_hf_tokenizer(tokenizer))
     text = TEXT + "Ünïcode, 12345 <|endoftext|>\r\n\t"
     ids = tokenizer.encode(text)
-    assert decode(tokenizer, ids) == text
+    assert tokenizer.decode(ids) == text
     assert len(ids) < len(text) / 2
     np.testing.assert_array_equal(again.encode(text), ids)
     np.testing.assert_array_equal(theirs.encode(text), ids)

@@ -132,10 +132,9 @@ def test_options_that_disagree_with_the_weights_are_refused(place, words, said):
 
 def test_the_code_of_a_run_is_executed_only_if_the_command_names_it(place):
     """Neither to start from its weights nor to export it."""
-    block = place / "mine.py"
-    block.write_text(BLOCK)
-    custom = ["--model.mlp", "mine.py:Mine"]
-    done = run_script("train.py", *TRAIN, *custom, "--run", "custom", folder=place)
+    (place / "mine.py").write_text(BLOCK)
+    block = ["--model.mlp", "mine.py:Mine"]
+    done = run_script("train.py", *TRAIN, *block, "--run", "custom", folder=place)
     assert done.code == 0, done.err
     (place / "evil.py").write_text(f"open('EXECUTED', 'w')\n{BLOCK}")
     shutil.copytree(place / "runs" / "custom", place / "runs" / "evil")
@@ -144,12 +143,12 @@ def test_the_code_of_a_run_is_executed_only_if_the_command_names_it(place):
     words = ["--data.corpus", "text.txt", "--training.steps", "2", "--run", "on", "--init-from"]
     done = run_script("train.py", *words, "evil", folder=place)
     assert done.code == 2
-    assert "only if the command names it: --model.mlp evil.py:Mine" in done.err
+    assert "only if the command names a file with that class: --custom evil.py" in done.err
     done = export(place, "evil", "new")
     assert done.code == 2
     assert "mlp evil.py:Mine (--model.mlp swiglu)" in done.err
     assert not (place / "EXECUTED").exists()
-    done = run_script("train.py", *words, "custom", *custom, folder=place)
+    done = run_script("train.py", *words, "custom", "--custom", "mine.py", folder=place)
     assert done.code == 0, done.err
 
 

@@ -20,7 +20,6 @@ from gptlite.text.tokenizer import (
     ByteTokenizer,
     TiktokenTokenizer,
     Tokenizer,
-    decode,
     encode_pieces,
 )
 
@@ -35,7 +34,7 @@ def exported(tokenizer: Tokenizer) -> HFTokenizer:
 def check_same(theirs: HFTokenizer, ours: Tokenizer, text: str) -> None:
     ids = ours.encode(text)
     assert theirs.encode(text).tolist() == ids.tolist()
-    assert decode(theirs, ids) == decode(ours, ids)
+    assert theirs.decode(ids) == ours.decode(ids)
 
 
 BYTE, TIK = exported(ByteTokenizer()), exported(OWN)
@@ -118,7 +117,7 @@ def sentencepiece() -> HFTokenizer:
 def test_a_tokenizer_as_llama_2s_round_trips():
     tokenizer = sentencepiece()
     for text in ("the miller 🙂 counts", TEXT[:200], "é\n"):
-        assert decode(tokenizer, tokenizer.encode(text)) == text
+        assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_a_text_is_cut_only_where_no_added_token_may_lie():
@@ -158,7 +157,7 @@ def test_added_tokens_decode_as_in_the_library():
     made = tokenizers.Tokenizer.from_str(made.to_str())  # which gives added tokens other ids
     for token in ("Ġx", "a b", "é中"):
         i = made.get_vocab()[token]
-        assert decode(tokenizer, np.array([i])) == made.decode([i])
+        assert tokenizer.decode(np.array([i])) == made.decode([i])
 
 
 @pytest.mark.parametrize(

@@ -101,11 +101,11 @@ def train(
     else:
         start = checkpoint.record.position
         fitting = fit(checkpoint.state, train_steps, BATCHES, start=start)
-        run.resume(checkpoint, config)
+        run.resume(checkpoint.record, config)
     arrays = {}
     with run.training_errors(TOKENIZER):
         for progress in fitting:
-            val_loss = EVALUATE.evaluate_or_raise(progress) if progress.evaluation_due else None
+            val_loss = EVALUATE.after(progress) if progress.evaluation_due else None
             if progress.log_due:
                 run.log_metrics(progress, val_loss)
             if val_loss is not None or progress.step == until or progress.step % every == 0:
@@ -167,9 +167,7 @@ def test_the_last_checkpoints_and_the_best_weights_are_kept(tmp_path):
     val_losses = {20: 2.0, 40: 1.5, 60: 1.5, 80: 1.6}
     path = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            Evaluation, "evaluate_or_raise", lambda self, progress: val_losses[progress.step]
-        )
+        patch.setattr(Evaluation, "after", lambda self, progress: val_losses[progress.step])
         with RunFolder(path) as run:
             train(run, longer(80), until=80, seen=seen, every=5)
     assert list_steps(path / "checkpoints") == [80, 75, 70]
@@ -667,7 +665,7 @@ def test_what_is_no_line_of_metrics_is_removed(copied, finished):
     mixed = b"".join([*bad, *lines[:2], *bad, lines[1], *lines[2:], b'{"step": '])
     (copied / "metrics.jsonl").write_bytes(mixed)
     with RunFolder(copied) as run:
-        run.resume(find(run, 70), longer(70))
+        run.resume(find(run, 70).record, longer(70))
         assert (copied / "metrics.jsonl").read_bytes() == whole
         names = ("step", "train_loss", "val_loss")
         records = map(json.loads, lines)
@@ -680,7 +678,7 @@ def test_metrics_without_an_end_are_not_read_to_it(copied, finished):
     whole = (copied / "metrics.jsonl").read_bytes()
     os.truncate(copied / "metrics.jsonl", 2**40)
     with RunFolder(copied) as run:
-        run.resume(find(run, 70), longer(70))
+        run.resume(find(run, 70).record, longer(70))
         assert (copied / "metrics.jsonl").read_bytes() == whole
 
 

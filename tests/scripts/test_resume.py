@@ -53,12 +53,12 @@ def refusal(words: list[str], folder: Path, monkeypatch, capsys) -> str:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--training.seed", "1"], "training.seed (the run has 0, got 1)"),
+        (["--training.seed", "1"], "training.seed (0, got 1)"),
         (
             ["--training.batch-size", "8", "--model.d-model", "32"],
-            "d_model (the run has 16, got 32)",
+            "d_model (16, got 32)",
         ),
-        (["--optimizer.learning-rate", "0.5"], "learning_rate (the run has 0.02, got 0.5)"),
+        (["--optimizer.learning-rate", "0.5"], "learning_rate (0.02, got 0.5)"),
         (["--training.steps", "150"], "has done 150 steps; to extend it"),
         (["--training.steps", "10"], "above that, got 10"),
         (["--run", "other"], "leave --run out"),

@@ -20,10 +20,12 @@ import sample
 import train
 from gptlite.cli import exit_on_error, parse_sample, parse_train
 from gptlite.errors import UserError
+from gptlite.estimate.__main__ import estimate, parse_estimate
 from gptlite.generation.text import TextStream
 from gptlite.machine.progress import log
+from gptlite.machine.pytrees import count_parameters
 from gptlite.presets import PRESETS
-from gptlite.runs.load import load_run
+from gptlite.runs.load import load, load_run
 from gptlite.text import tokens
 
 TINY = [
@@ -341,17 +343,39 @@ def test_training_refuses_with_a_sentence_and_leaves_nothing(
     assert sorted(str(path) for path in place.rglob("*")) == before
 
 
-def test_summary_prints_the_table_and_trains_nothing(place, monkeypatch, capsys):
+def test_an_estimate_prints_the_table_and_trains_nothing(place, monkeypatch, capsys):
     monkeypatch.chdir(place)
-    command = ["s", "--data.corpus", "rhyme.txt", "--summary", "--run", "two"]
-    train.train(parse_train([*command, "--training.accumulation", "3"]))
+    command = ["s", "--data.corpus", "rhyme.txt"]
+    estimate(parse_estimate([*command, "--training.accumulation", "3"]))
     assert f"with {12 // jax.device_count() // 3} rows at once" in capsys.readouterr().out
-    train.train(parse_train(command))
+    estimate(parse_estimate(command))
     out = capsys.readouterr().out
     assert f"with {12 // jax.device_count()} rows at once" in out
     assert "stack.blocks.attention.heads.query (x 4)" in out
     assert "FLOPs per token, training" in out
-    assert not (place / "runs" / "two").exists()
+
+
+def test_an_estimate_is_of_the_model_that_a_run_begins_from(place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    run = next(path.parent for path in (place / "runs").glob("*/best.safetensors"))
+    estimate(parse_estimate(["--init-from", str(run), "--data.corpus", "rhyme.txt"]))
+    model = load(run).model
+    assert f"parameters                {count_parameters(model):,}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--fit", "batch"], "--fit batch needs --for"),
+        (["--for", "h100"], "--for must be a GPU and how many of them"),
+        (["--resume", "x"], "unrecognized"),
+        (["--model.n-layers", "2", "s"], "preset comes first: python -m gptlite.estimate s"),
+    ],
+)
+def test_an_estimate_refuses_what_it_cannot_do(words, said, capsys):
+    with pytest.raises((UserError, SystemExit)) as stop:
+        estimate(parse_estimate(words))
+    assert said.lower() in f"{stop.value} {capsys.readouterr().err}".lower()
 
 
 def test_presets_and_what_follows_them():

@@ -19,7 +19,7 @@ from gptlite.config import SamplingConfig
 from gptlite.generation.generate import generate
 from gptlite.serving import endpoints as endpoints_module, server as server_module
 from gptlite.serving.text import shown
-from gptlite.text.tokenizer import ByteTokenizer, decode
+from gptlite.text.tokenizer import ByteTokenizer
 
 openai = pytest.importorskip("openai")
 C = TINY.context_length
@@ -43,7 +43,7 @@ def alone(prompt, new, config=None, seed=0, number=0):
     ids = generate(
         served_model(), jnp.asarray(TOKENIZER.encode(prompt))[None], new, config, keys=key
     )
-    return decode(TOKENIZER, np.asarray(ids[0]))
+    return TOKENIZER.decode(np.asarray(ids[0]))
 
 
 def test_models_are_listed(client):

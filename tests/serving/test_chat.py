@@ -15,7 +15,7 @@ from gptlite.errors import UserError
 from gptlite.generation.generate import generate
 from gptlite.hugging_face.tokenizer import HFTokenizer
 from gptlite.serving.chat import read_chat_template
-from gptlite.text.tokenizer import CharTokenizer, decode
+from gptlite.text.tokenizer import CharTokenizer
 
 openai = pytest.importorskip("openai")
 # Characters and two special tokens: 13 ids, as many as the tiny model has.
@@ -107,7 +107,7 @@ def test_a_chat_is_answered(tokenizer, tmp_path):
     key = jax.random.fold_in(jax.random.key(1, impl="threefry2x32"), 0)[None]
     ids = np.asarray(generate(model, jnp.asarray([prompt]), 200, keys=key)[0])
     end = int(np.argmax(ids == 12))
-    text = decode(tokenizer, ids[:end])
+    text = tokenizer.decode(ids[:end])
     asked = {"model": NAME, "messages": [{"role": "user", "content": "abc"}], "seed": 1}
     with (
         serving(model, tokenizer=tokenizer, chat=chat) as address,

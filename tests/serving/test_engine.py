@@ -17,7 +17,6 @@ from gptlite.generation.generate import generate
 from gptlite.serving import batch
 from gptlite.serving.engine import Engine, QueueFullError
 from gptlite.serving.text import ServedText
-from gptlite.text.tokenizer import decode
 
 C = TINY.context_length
 
@@ -95,7 +94,7 @@ def alone(model, prompt, new, config=None, seed=0, number=0):
     """The text that `generate` makes, as sample.py calls it."""
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), number)[None]
     ids = generate(model, jnp.asarray([prompt]), new, config, keys=key)
-    return decode(TOKENIZER, np.asarray(ids[0]))
+    return TOKENIZER.decode(np.asarray(ids[0]))
 
 
 def many_clients(count):

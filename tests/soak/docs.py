@@ -35,7 +35,8 @@ def missing(command: str) -> str | None:
     if "tiktoken" in command and "TIKTOKEN_CACHE_DIR" not in os.environ:
         return "tiktoken's files are not in ../shared"
     compilers = ("jax_cuda13_plugin", "libtpu")
-    if re.search("compile.for", command) and not all(map(importlib.util.find_spec, compilers)):
+    compiles = re.search("compile_for|estimate .*--for", command)
+    if compiles and not all(map(importlib.util.find_spec, compilers)):
         return ".[aot] is not installed"
     if "benchmarks/page.py" in command and shutil.which("chromedriver") is None:
         return "there is no chromedriver"

@@ -50,6 +50,7 @@ TINY = (
 TRAIN = TINY.split()
 COMPARE = [*TRAIN, "--seeds", "2", "--vary", "model.norm=layer", "--name", "kept"]
 CHECK_BLOCK, EXPORT = "gptlite.research.check_block", "gptlite.export"
+ESTIMATE = "gptlite.estimate"
 BLOCK = """
 import equinox as eqx
 import jax.numpy as jnp
@@ -300,13 +301,13 @@ def of_options(chance: random.Random, folder: Path) -> tuple[str, str, list[str]
     if chance.random() < 0.4:
         names = [name.replace("_", "-") for name in get_type_hints(SamplingConfig)]
         names += ["prompt", "prompt-file", "run", "weights", "seed", "stop", "num-samples"]
-        names += ["max-new-tokens", "model.mlp", "model.attention"]
+        names += ["max-new-tokens", "custom"]
         argv = ["--prompt", "The", "--max-new-tokens", "8", "--run", "one"]
         script = "sample"
     else:
         names = [*config_options(), "run", "resume"]
-        argv = [*TRAIN, "--summary"]  # sizes that are legal and large are not trained
-        script = "train"
+        argv = [*TRAIN]  # sizes that are legal and large are not trained
+        script = ESTIMATE
     for _ in range(chance.choice([1, 1, 2, 3])):
         name = chance.choice(names)
         # Two thousand million tokens are not refused: they are shown as they come.
@@ -539,7 +540,7 @@ def serve() -> None:
             stack.enter_context(mock.patch.object(sys, "argv", [f"{script}.py", *argv]))
             stack.enter_context(mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO())))
             try:
-                if script in (CHECK_BLOCK, EXPORT):
+                if script in (CHECK_BLOCK, EXPORT, ESTIMATE):
                     runpy.run_module(script, run_name="__main__")
                 else:
                     runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")

@@ -19,6 +19,7 @@ from jaxtyping import PRNGKeyArray
 from gptlite.adapters import with_adapters
 from gptlite.config import Config, ModelConfig, OptimizerConfig, TrainingConfig, parse_lora
 from gptlite.estimate.program import COLLECTIVES
+from gptlite.estimate.step import lower_step
 from gptlite.family.seq2seq import Seq2Seq, shift_right
 from gptlite.models.gpt import GPT
 from gptlite.nn.kernels.rows import map_heads
@@ -146,7 +147,7 @@ def compile_step(
     training = TrainingConfig(steps=1, batch_size=64, compute_dtype="float32")
     _, fsdp, tensor = mesh
     train_steps = TrainSteps(model, rule, training, make_mesh(fsdp=fsdp, tensor=tensor))
-    compiled = train_steps.lowered(model, 64).compile()
+    compiled = lower_step(train_steps, model, 64).compile()
     program: Any = compiled.as_text()
     memory: Any = compiled.memory_analysis()
     counts = {name: len(re.findall(rf" {name}(?:-start)?\(", program)) for name in COLLECTIVES}

@@ -16,6 +16,7 @@ import tyro
 from conftest import PLAY, ROOT, TEXT, run_script
 
 from gptlite.cli import parse_compare, parse_sample, parse_serve, parse_train
+from gptlite.estimate.__main__ import parse_estimate
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SMALL = (
@@ -49,7 +50,11 @@ RULES: dict[str, str | None] = {
     "python -m gptlite.export": "",
     "python benchmarks/pretrained.py": "",
     "python train.py --resume": "--data.corpus text.txt --training.steps 30",
-    "python train.py m --summary": "--data.corpus text.txt",
+    "python -m gptlite.estimate m": "--data.corpus text.txt",
+    "python -m gptlite.estimate gpt2": (
+        "--model.n-layers 1 --model.n-heads 2 --model.d-model 16 --model.context-length 16 "
+        "--data.corpus text.txt --data.tokenizer byte"
+    ),
     "python train.py --data.corpus": SMALL,
     'pip install -e ".[cuda]"': None,
     'pip install -e ".[tensorboard,wandb,trackio]"': None,
@@ -227,6 +232,9 @@ def check_words(command: str) -> None:
     """
     words = shlex.split(re.sub(r"^pip install .*? && |.*\| |>.*", "", command))
     if words[0] != "python":
+        return
+    if words[1:3] == ["-m", "gptlite.estimate"]:
+        parse_estimate(words[3:])
         return
     if words[1] in PARSERS:
         # The folder of a run that does not exist would be read.

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from gptlite.estimate.step import lower_step
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -108,7 +110,7 @@ def lowered(config: Config, target: str) -> Iterator[tuple[str, Callable[[], jax
         if rule.batch_size % 8:  # of the devices
             rule = dataclasses.replace(rule, batch_size=16)
         steps = TrainSteps(model, config.optimizer, rule, mesh, trainable=trained)
-        return steps.lowered(model, context)
+        return lower_step(steps, model, context)
 
     yield "train", train
     # Text is generated on one device.

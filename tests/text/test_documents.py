@@ -20,7 +20,7 @@ from gptlite.runs.tokenizers import make_tokenizer
 from gptlite.text import stream as stream_module
 from gptlite.text.corpus import load_corpus, open_corpus
 from gptlite.text.documents import Documents
-from gptlite.text.tokenizer import ByteTokenizer, Tokenizer, decode
+from gptlite.text.tokenizer import ByteTokenizer, Tokenizer
 from gptlite.text.tokens import Split, split_corpus
 
 TEXTS = [f"{number}: {line}" for number, line in enumerate(TEXT.split("\n")) if line]
@@ -133,7 +133,7 @@ def write_dataset(path: Path, texts: list[str] = TEXTS) -> Documents:
 
 
 def text_of(ids: np.ndarray, tokenizer: Tokenizer | None = None) -> str:
-    return decode(tokenizer or ByteTokenizer(), np.asarray(ids))
+    return (tokenizer or ByteTokenizer()).decode(np.asarray(ids))
 
 
 def test_every_tenth_document_is_for_validation(tmp_path):

@@ -10,7 +10,7 @@ from tiktoken_ext import openai_public
 from gptlite.errors import UserError
 from gptlite.runs.tokenizers import make_tokenizer, tokenizer_from_json
 from gptlite.text.corpus import text_corpus
-from gptlite.text.tokenizer import PATTERNS, ByteTokenizer, CharTokenizer, TiktokenTokenizer, decode
+from gptlite.text.tokenizer import PATTERNS, ByteTokenizer, CharTokenizer, TiktokenTokenizer
 
 
 @given(st.text(min_size=1))
@@ -19,7 +19,7 @@ def test_char_round_trips(text):
     ids = tokenizer.encode(text)
     assert ids.min() >= 0
     assert ids.max() < tokenizer.vocab_size == len(set(text))
-    assert decode(tokenizer, ids) == text
+    assert tokenizer.decode(ids) == text
 
 
 @given(st.text())
@@ -27,14 +27,14 @@ def test_byte_round_trips(text):
     tokenizer = make_tokenizer("byte")
     ids = tokenizer.encode(text)
     assert ids.tolist() == list(text.encode())
-    assert decode(tokenizer, ids) == text
+    assert tokenizer.decode(ids) == text
 
 
 @given(st.text())
 def test_tiktoken_round_trips(text):
     tokenizer = TiktokenTokenizer(own_encoding())
-    assert decode(tokenizer, tokenizer.encode(text)) == text
-    assert decode(tokenizer, tokenizer.encode("the <|end|>" + text)) == "the <|end|>" + text
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode(tokenizer.encode("the <|end|>" + text)) == "the <|end|>" + text
 
 
 @pytest.mark.parametrize("text", ["", "the <|end|>", "x\ud800y"])
@@ -60,7 +60,7 @@ def test_a_tokenizer_survives_json(tokenizer):
     assert again.vocab_size == tokenizer.vocab_size
     text = "a🙂é\na"
     np.testing.assert_array_equal(again.encode(text), tokenizer.encode(text))
-    assert decode(again, again.encode(text)) == text
+    assert again.decode(again.encode(text)) == text
 
 
 @pytest.mark.parametrize("record", [{}, {"kind": "word"}, {"kind": "char"}, {"kind": "tiktoken"}])
@@ -122,7 +122,7 @@ def test_the_patterns_of_all_of_tiktokens_encodings_are_known(monkeypatch):
 
 def test_half_a_surrogate_pair_in_a_tokenizer_is_shown_as_unknown():
     tokenizer = tokenizer_from_json({"kind": "char", "characters": "a\ud800"})
-    assert decode(tokenizer, np.array([0, 1], np.int32)).startswith("a\ufffd")
+    assert tokenizer.decode(np.array([0, 1], np.int32)).startswith("a\ufffd")
 
 
 def test_an_unseen_character_is_shown_with_its_place():
@@ -133,7 +133,7 @@ def test_an_unseen_character_is_shown_with_its_place():
 
 
 def test_bytes_that_are_no_text_become_the_replacement_character():
-    assert decode(ByteTokenizer(), np.array([97, 0xF0, 98])) == "a\ufffdb"
+    assert ByteTokenizer().decode(np.array([97, 0xF0, 98])) == "a\ufffdb"
 
 
 @pytest.mark.parametrize("name", ["chars", "tiktoken:gpt99", "tiktoken", ""])
@@ -162,7 +162,7 @@ def test_the_preset_gpt2_has_the_shape_of_gpt2(tiktoken_gpt2, shakespeare):
     assert (tokenizer.vocab_size, tokenizer.padded_vocab_size) == (50257, 50304)
     ids = tokenizer.encode(shakespeare[:20000])
     assert ids.tolist() == tiktoken_gpt2.encode(shakespeare[:20000])
-    assert decode(tokenizer, ids) == shakespeare[:20000]
+    assert tokenizer.decode(ids) == shakespeare[:20000]
 
 
 def test_char_on_shakespeare_is_nanogpts(shakespeare):
@@ -170,4 +170,4 @@ def test_char_on_shakespeare_is_nanogpts(shakespeare):
     assert tokenizer.vocab_size == 65
     assert tokenizer.encode("\n !").tolist() == [0, 1, 2]
     text = shakespeare[:100_000]
-    assert decode(tokenizer, tokenizer.encode(text)) == text
+    assert tokenizer.decode(tokenizer.encode(text)) == text

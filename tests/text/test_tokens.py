@@ -20,7 +20,7 @@ from gptlite.errors import UserError
 from gptlite.runs.tokenizers import make_tokenizer
 from gptlite.text import tokens
 from gptlite.text.corpus import Corpus, text_corpus
-from gptlite.text.tokenizer import ByteTokenizer, TiktokenTokenizer, decode, encode_pieces
+from gptlite.text.tokenizer import ByteTokenizer, TiktokenTokenizer, encode_pieces
 from gptlite.text.tokens import split_corpus
 
 
@@ -127,7 +127,7 @@ def test_many_distinct_ids_take_four_bytes(tmp_path):
     tokenizer = make_tokenizer("char", corpus)
     split = split_corpus(corpus, tokenizer, folder=tmp_path, in_memory=0)
     assert split.train.dtype == np.uint32
-    assert decode(tokenizer, split.train) == text[:63_000]
+    assert tokenizer.decode(split.train) == text[:63_000]
 
 
 def test_an_interrupted_encoding_starts_again(tmp_path):

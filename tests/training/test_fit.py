@@ -57,7 +57,7 @@ def run(config: Config, split=SPLIT, model: GPT | None = None, mesh: Mesh | None
     evaluate = Evaluation(split.validation, config.model.context_length, train_steps.mesh)
     lines, arrays = [], []
     for progress in fit(train_steps.init(model), train_steps, batches_of(config, split)):
-        val_loss = evaluate.evaluate_or_raise(progress) if progress.evaluation_due else None
+        val_loss = evaluate.after(progress) if progress.evaluation_due else None
         if progress.log_due:
             lines.append(line_of(progress, val_loss))
         arrays = arrays_of(progress.state)

@@ -10,6 +10,7 @@ from conftest import TINY, VOCAB, tiny_model
 
 from gptlite.config import OptimizerConfig, TrainingConfig
 from gptlite.errors import UserError
+from gptlite.estimate.step import rows_at_once
 from gptlite.models.gpt import GPT
 from gptlite.nn.kernels import head as head_module, rows as rows_module
 from gptlite.sharding import make_mesh
@@ -110,7 +111,7 @@ def test_a_cpu_computes_in_parts_of_a_thousand_tokens(rows, tokens, parts, monke
             TRAINING, batch_size=devices * rows, accumulation=accumulation
         )
         steps = TrainSteps(model, OptimizerConfig(), training, mesh, losses=losses)
-        assert steps.rows_at_once(tokens) == rows // parts
+        assert rows_at_once(steps, tokens) == rows // parts
         with jax.set_mesh(mesh):
             batch, key = jnp.zeros((devices * rows, tokens), jnp.int32), jax.random.key(0)
             eqx.filter_eval_shape(steps.loss_and_grads, model, batch, key)

@@ -1,0 +1,353 @@
+"""A run that is trained: how it starts, what it keeps, how it ends.
+
+A run starts in one of three ways, which differ in four things: the tokenizer, the state of the
+first step, where training continues, and how the folder comes to be.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import equinox as eqx
+import jax
+from jaxtyping import Array, Key
+
+from gptlite.cli import TrainArguments, settings
+from gptlite.config import Config, parse_lora
+from gptlite.custom import custom_arguments, load_custom
+from gptlite.machine.memory import require_memory
+from gptlite.machine.processes import (
+    check_same,
+    count,
+    is_first,
+    joined,
+    largest,
+    of_first,
+    silence_others,
+)
+from gptlite.machine.progress import log
+from gptlite.machine.pytrees import count_parameters, size_of
+from gptlite.machine.runtime import set_up_jax
+from gptlite.machine.stop import Stop
+from gptlite.runs.display import Display
+from gptlite.runs.find import check_free, find_run, new_run
+from gptlite.runs.folder import RunFolder
+from gptlite.runs.load import load
+from gptlite.runs.model import abstract_model, make_model
+from gptlite.runs.plots import losses, save_picture
+from gptlite.runs.run import Run
+from gptlite.runs.tokenizers import load_tokenizer, make_tokenizer
+from gptlite.runs.weights import fill, gather_to_first, named_arrays
+from gptlite.sharding import check_tensor, constrain_parameters, usable_cpu_devices
+from gptlite.text.corpus import Corpus, open_corpus
+from gptlite.text.documents import Documents
+from gptlite.text.tokenizer import Tokenizer
+from gptlite.text.tokens import Split, require_documents
+from gptlite.training.evaluate import Evaluation, bits_per_byte
+from gptlite.training.fit import Position, Progress
+from gptlite.training.frozen import frozen_in
+from gptlite.training.step import TrainState, TrainSteps
+
+
+class Start(Protocol):
+    """Where a run begins."""
+
+    tokenizer: Tokenizer
+    position: Position
+    """Where training continues: known when the state is."""
+
+    def state(self, steps: TrainSteps, split: Split, key: Key[Array, ""]) -> TrainState:
+        """The state before the next step. `key`: for random numbers."""
+        ...
+
+    def write(self, folder: RunFolder, config: Config, split: Split, state: TrainState) -> None:
+        """Make the folder, or bring it back to where training continues."""
+        ...
+
+
+class New:
+    """From random numbers."""
+
+    position = Position()
+
+    def __init__(self, arguments: TrainArguments, corpus: Corpus | Documents):
+        self._config, self._overwrite = arguments.config, arguments.overwrite
+        self.tokenizer = self._make_tokenizer(corpus)
+
+    def _make_tokenizer(self, corpus: Corpus | Documents) -> Tokenizer:
+        return make_tokenizer(self._config.data.tokenizer, corpus)
+
+    def state(self, steps: TrainSteps, split: Split, key: Key[Array, ""]) -> TrainState:
+        model = self._config.model
+        # The program runs once. XLA's optimization level 0 halves the time to compile it.
+        # (`eqx.filter_jit` passes `compiler_options` to `jax.jit`. Its annotations omit it.)
+        draw = eqx.filter_jit(  # pyright: ignore[reportCallIssue]
+            lambda key: constrain_parameters(make_model(model, self.tokenizer, key=key)),
+            compiler_options={"xla_backend_optimization_level": 0},
+        )
+        with jax.set_mesh(steps.mesh):
+            return steps.init(draw(key))
+
+    def write(self, folder: RunFolder, config: Config, split: Split, state: TrainState) -> None:
+        frozen = gather_to_first(state.model, frozen_in(config))
+        folder.create(
+            config, self.tokenizer, split.sha256, overwrite=self._overwrite, frozen=frozen
+        )
+
+
+class BegunFrom(New):
+    """From the weights of another model: with its tokenizer, and otherwise new."""
+
+    def __init__(self, arguments: TrainArguments, corpus: Corpus | Documents):
+        self._name = str(arguments.init_from)
+        self._source: Run | None = load(self._name, custom=arguments.custom)
+        super().__init__(arguments, corpus)
+
+    def _make_tokenizer(self, corpus: Corpus | Documents) -> Tokenizer:
+        assert self._source is not None
+        return self._source.tokenizer
+
+    def state(self, steps: TrainSteps, split: Split, key: Key[Array, ""]) -> TrainState:
+        assert self._source is not None
+        config, model = self._config.model, self._source.model
+        self._source = None  # frees its arrays when they are copied
+        if config.lora is not None:
+            from gptlite.adapters import with_adapters
+
+            model = with_adapters(model, parse_lora(config.lora), key=key)
+        skeleton = abstract_model(config, self.tokenizer)
+        state = steps.init(fill(skeleton, named_arrays(model), f"The weights of {self._name}"))
+        del model
+        loss = float(Evaluation(split.validation, config.context_length, steps.mesh)(state.model))
+        log(
+            f"starting from the weights of {self._name}: validation loss {loss:.4f} nats per token "
+            f"({bits_per_byte(loss, split):.4f} bits per byte)"
+        )
+        return state
+
+
+class Resumed:
+    """From the newest checkpoint of the run in the folder."""
+
+    position = Position()
+
+    def __init__(self, folder: RunFolder, config: Config):
+        self._folder, self._config = folder, config
+        self.tokenizer = load_tokenizer(folder.path)
+
+    def state(self, steps: TrainSteps, split: Split, key: Key[Array, ""]) -> TrainState:
+        skeleton = steps.skeleton(abstract_model(self._config.model, self.tokenizer))
+        checkpoint = self._folder.find_checkpoint(skeleton, self._config, split.sha256)
+        self.position, self._record = checkpoint.record.position, checkpoint.record
+        check_same("checkpoints", {"the step": str(self.position.step)})
+        return checkpoint.state
+
+    def write(self, folder: RunFolder, config: Config, split: Split, state: TrainState) -> None:
+        folder.resume(self._record, config)
+
+
+@contextlib.contextmanager
+def start_run(arguments: TrainArguments) -> Iterator["TrainingRun"]:
+    """The run that `train.py`'s command line asks for: new, resumed, or begun from other weights.
+
+    Joins the other processes of the run, if there are any, and sets JAX up. Nothing is written
+    before `TrainingRun.create_folder`. The exit of the context waits until everything is saved, and
+    adds to an error of the training how the run is resumed.
+
+    **Raises:** `UserError` if the run cannot start.
+    """
+    config, trackers = arguments.config, arguments.log.names
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(joined(arguments.distributed, debug=arguments.debug))
+        silence_others()
+        if trackers:
+            from gptlite.trackers import check_installed
+
+            check_installed(trackers)
+        check_same("settings", settings(arguments))
+        if arguments.resume is not None:
+            path = find_run(arguments.resume)
+        else:
+            now = of_first("time", time.strftime("%Y%m%d-%H%M%S"))
+            path = new_run(f"{arguments.preset}-{now}" if arguments.run is None else arguments.run)
+            if is_first():
+                check_free(path, overwrite=arguments.overwrite)
+        # Two devices of one of several processes may each wait for a thread that the other holds.
+        set_up_jax(usable_cpu_devices(config.training, config.mesh) if count() == 1 else 1)
+        setting_up = time.perf_counter() - arguments.began
+        options = ["--log.to", arguments.log.to] if trackers else []
+        folder = stack.enter_context(RunFolder(path, options))
+        if arguments.resume is not None:
+            folder.open()
+        corpus = open_corpus(config.data.corpus)
+        data = dataclasses.replace(config.data, corpus=corpus.name)  # not `auto`
+        config = dataclasses.replace(config, data=data)
+        start: Start
+        if arguments.resume is not None:
+            start = Resumed(folder, config)
+        elif arguments.init_from is not None:
+            start = BegunFrom(arguments, corpus)
+        else:
+            start = New(arguments, corpus)
+        if config.model.separate_documents:
+            require_documents(corpus, start.tokenizer)
+        load_custom(config.model)
+        check_tensor(config.mesh.shape(jax.device_count())[2], config.model)
+        yield TrainingRun(config, corpus, start, folder, stack, trackers, setting_up)
+
+
+class TrainingRun:
+    """A run that is trained, as `start_run` gives it."""
+
+    def __init__(
+        self,
+        config: Config,
+        corpus: Corpus | Documents,
+        start: Start,
+        folder: RunFolder,
+        stack: contextlib.ExitStack,
+        trackers: list[str],
+        setting_up: float,
+    ):
+        """`stack`: of contexts that end with the run. `setting_up`: seconds before the folder was
+        opened."""
+        self.config = config
+        self.corpus = corpus
+        self.tokenizer = start.tokenizer
+        # (The third key of this split is that of the updates.)
+        self._model_key, self.sample_key = jax.random.split(jax.random.key(config.training.seed))
+        self._start, self._folder, self._stack = start, folder, stack
+        self._loop = contextlib.ExitStack()
+        self._trackers, self._setting_up = trackers, setting_up
+        self._stop, self._signal = Stop(exits=True), 0
+        self._parameters = 0
+
+    @property
+    def path(self) -> Path:
+        """The run's folder."""
+        return self._folder.path
+
+    @property
+    def position(self) -> Position:
+        """Where training continues, once there is a state."""
+        return self._start.position
+
+    def state(self, steps: TrainSteps, split: Split) -> TrainState:
+        """The state before the next step: drawn from the seed, filled with the weights of another
+        model, or restored from a checkpoint. Says what is trained, where, and on what. From here
+        on, the first signal to stop ends training after a step.
+
+        **Raises:** `UserError` if it does not fit into memory, or cannot be loaded.
+        """
+        written = json.dumps(self.tokenizer.to_json()).encode()
+        tokens = hashlib.sha256(written).hexdigest()
+        check_same("corpora", {"the sha256": split.sha256, "the tokenizer's": tokens})
+        log(
+            f"{self.corpus.name}: {len(split.train):,} training tokens, {len(split.validation):,} "
+            f"validation tokens, vocabulary {self.tokenizer.vocab_size:,}"
+        )
+        shapes = abstract_model(self.config.model, self.tokenizer)
+        require_memory("The training state", size_of(steps.skeleton(shapes)))
+        state = self._start.state(steps, split, self._model_key)
+        self._parameters = count_parameters(shapes)
+        trained = count_parameters(eqx.filter(shapes, steps.trainable))
+        note = "" if trained == self._parameters else f", of which {trained:,} are trained,"
+        step = self.position.step
+        log(
+            f"{self._parameters:,} parameters{note} on {steps.mesh.size} "
+            f"{steps.mesh.devices.flat[0].platform} device(s); run folder {self.path}"
+            + (f", from step {step}" if step else "")
+        )
+        custom = custom_arguments(self.config.model)
+        if custom:
+            log(f"custom blocks: {shlex.join(custom)}")
+        self._stack.enter_context(self._stop)
+        return state
+
+    def create_folder(self, state: TrainState, split: Split) -> None:
+        """Make the run's folder, or bring it back to its checkpoint, before the first step.
+
+        **Raises:** `UserError` if it cannot be written, or there is a run of that name.
+        """
+        self._start.write(self._folder, self.config, split, state)
+        self._loop = self._stack.enter_context(contextlib.ExitStack())
+        self._loop.enter_context(self._folder.training_errors(self.tokenizer))
+        steps = self.config.training.steps
+        self._display = self._loop.enter_context(Display(steps, self._folder.steps_done))
+        self._track: Any = lambda step, metrics: None
+        if self._trackers:
+            from gptlite.trackers import Trackers
+
+            trackers = Trackers(self._trackers, self.path, self.config)
+            self._track = self._loop.enter_context(trackers)
+
+    def requests(self) -> tuple[bool, bool]:
+        """Whether training is to stop, because of a signal, and whether the run is to be saved,
+        because its last checkpoint is old. Every process must call this after each dispatch: the
+        answers are the same in all."""
+        self._signal, save = largest(self._stop.signal or 0, self._folder.save_is_due())
+        return bool(self._signal), bool(save)
+
+    def log(self, progress: Progress, val_loss: float | None = None, sample: str = "") -> None:
+        """Write a line of metrics, and show it, with a sample of the model's text."""
+        self._folder.log_metrics(progress, val_loss)
+        self._display.update(self._folder.last, sample)
+        self._track(progress.step, self._folder.last | ({"sample": sample} if sample else {}))
+
+    def save(self, progress: Progress) -> None:
+        """Start to save a checkpoint and the weights."""
+        self._folder.save(progress)
+
+    def finish(self, split: Split) -> None:
+        """Wait until everything is saved; then write the result, draw the curves, and say what to
+        do next. After a signal: exit with its code, and say how to resume."""
+        self._loop.close()
+        training, folder = self.config.training, self._folder
+        if folder.steps_done < training.steps:
+            log(f"stopped at step {folder.steps_done} of {training.steps}. {folder.resume_hint()}")
+            sys.exit(128 + self._signal)
+        last = folder.last
+        best_val_loss = folder.best.val_loss if folder.best else last["val_loss"]
+        seconds = folder.seconds + self._setting_up
+        folder.save_result(
+            {
+                "best_val_loss": best_val_loss,
+                "final_val_loss": last["val_loss"],
+                "val_bits_per_byte": bits_per_byte(best_val_loss, split),
+                "steps": last["step"],
+                "tokens": last["tokens"],
+                "parameters": self._parameters,
+                "total_seconds": seconds,
+                "tokens_per_second": last["tokens"] / last["step_seconds"],
+                "corpus": self.corpus.name,
+                "corpus_characters": split.characters,
+                "corpus_sha256": split.sha256,
+                "seed": training.seed,
+            }
+        )
+        if not is_first():
+            return
+        try:
+            save_picture(losses(folder.curves()), self.path / "loss.png")
+        except OSError as error:
+            log(f"the curves could not be drawn: {error}")
+        # A prompt of characters that the tokenizer knows, for the suggested command.
+        beginning = self.tokenizer.decode(split.train[:100])
+        first_word = (beginning.split() or [beginning])[0]
+        prompt = "ROMEO:" if self.corpus.name == "shakespeare" else first_word[:8]
+        custom = custom_arguments(self.config.model)
+        command = ["python", "sample.py", "--run", str(self.path), *custom, f"--prompt={prompt}"]
+        log(
+            f"best validation loss {best_val_loss:.4f} nats per token "
+            f"({bits_per_byte(best_val_loss, split):.4f} bits per byte) "
+            f"after {seconds:.0f} s\n"
+            f"weights, metrics and curves are in {self.path}; now try\n"
+            f"    {shlex.join(command)}"
+        )
