@@ -280,17 +280,17 @@ def is_sharded(axis: str) -> bool:
 
 
 def targets_nvidia() -> bool:
-    """Whether the devices of the mesh are NVIDIA's GPUs."""
+    """Whether the devices are NVIDIA's GPUs: those of the mesh, or without one JAX's default."""
     return "NVIDIA" in _device_kind()
 
 
 def targets_tpu() -> bool:
-    """Whether the devices of the mesh are TPUs."""
+    """As `targets_nvidia`, of TPUs."""
     return _device_kind().startswith("TPU")
 
 
 def targets_cpu() -> bool:
-    """Whether the devices of the mesh are those of a CPU."""
+    """As `targets_nvidia`, of a CPU."""
     return _device_kind() == "cpu"
 
 
@@ -299,10 +299,15 @@ def n_seeds_devices() -> int:
     return jax.sharding.get_abstract_mesh().shape.get(SEEDS, 0)
 
 
+def is_mesh_set() -> bool:
+    """Whether `jax.set_mesh` says for which devices is compiled."""
+    return jax.sharding.get_abstract_mesh().abstract_device is not None
+
+
 def _device_kind() -> str:
-    """The kind of the devices of the mesh, as JAX calls it; empty without a mesh."""
+    """The kind of the devices, as JAX calls it."""
     device = jax.sharding.get_abstract_mesh().abstract_device
-    return "" if device is None else device.device_kind
+    return jax.devices()[0].device_kind if device is None else device.device_kind
 
 
 def current_mesh() -> Any:

@@ -38,8 +38,8 @@ def attend(
 
     The arguments follow those of `jax.nn.dot_product_attention`, with heads before the sequence.
 
-    On a mesh of NVIDIA GPUs or TPUs, `fused_attention` computes whole sequences in half precision,
-    if there is no bias, mask or dropout.
+    On NVIDIA's GPUs and on TPUs, `fused_attention` computes whole sequences in half precision, if
+    there is no bias, mask or dropout.
 
     **Arguments:**
 
@@ -54,10 +54,32 @@ def attend(
     """
     if dropout == 0:
         dropout_key = None
+
+    def in_blocks(query, key, value):
+        return _in_blocks(
+            query, key, value, bias, mask, is_causal, window, starts, dropout, dropout_key
+        )
+
     if bias is None and mask is None and dropout_key is None:
-        out = fused_attention(query, key, value, is_causal=is_causal, window=window, starts=starts)
-        if out is not None:
-            return out
+        return fused_attention(
+            query, key, value, in_blocks, is_causal=is_causal, window=window, starts=starts
+        )
+    return in_blocks(query, key, value)
+
+
+def _in_blocks(
+    query: Queries,
+    key: Keys,
+    value: Float[Array, "*batch kv_heads keys d_value"],
+    bias: Float[Array, "*#batch heads queries keys"] | None,
+    mask: Bool[Array, "*#batch #heads #queries keys"] | None,
+    is_causal: bool,
+    window: int | None,
+    starts: Int[Array, "*batch queries"] | None,
+    dropout: float,
+    dropout_key: PRNGKeyArray | None,
+) -> Float[Array, "*batch heads queries d_value"]:
+    """`attend` without a kernel."""
     queries, keys = query.shape[-2], key.shape[-2]
     if starts is not None:
         own = jnp.arange(keys) >= starts[..., None, :, None]

@@ -55,6 +55,7 @@ def cudnn(monkeypatch):
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
     monkeypatch.setattr(fused_attention, "targets_nvidia", lambda: True)
+    monkeypatch.setattr(fused_attention, "is_mesh_set", lambda: True)
 
 
 @pytest.fixture
@@ -64,6 +65,7 @@ def splash(monkeypatch):
     interpreted = functools.partial(make, interpret=True)
     monkeypatch.setattr(splash_attention, "make_splash_mha_single_device", interpreted)
     monkeypatch.setattr(fused_attention, "targets_tpu", lambda: True)
+    monkeypatch.setattr(fused_attention, "is_mesh_set", lambda: True)
 
 
 def reference(query, key, value, offset=0):
@@ -204,6 +206,20 @@ def assert_as_without_a_kernel(heads, kv_heads, seq, **mask):
     for x, y in zip(ours, exact, strict=True):
         # 8 bits a number, some roundings deep. (Under a window of 1, queries have no gradient.)
         assert np.linalg.norm(np.float32(x) - y) < 0.02 * np.linalg.norm(y) + 1e-3
+
+
+def test_without_a_mesh_a_kernel_is_taken_where_the_arrays_are(cudnn, monkeypatch):
+    """The default device is a GPU, so that `jit(model)(ids)` has its kernel there; and arrays that
+    were put on the CPU have none."""
+    monkeypatch.setattr(fused_attention, "is_mesh_set", lambda: False)
+    monkeypatch.setattr(fused_attention, "_cudnn", lambda query, *_: jnp.full_like(query, 7))
+    q, k, v = (x[:, None].astype(jnp.bfloat16) for x in random_qkv(10, 10))
+    attention = jax.jit(lambda *qkv: attend(*qkv, **CAUSAL))
+    for platform, kernel in (("cuda", True), ("cpu", False)):
+        lowered = attention.trace(q, k, v).lower(lowering_platforms=(platform,))
+        assert ("dense<7.0" in lowered.as_text()) == kernel
+    exact = one_head(*(np.float32(x[:, 0]) for x in (q, k, v)), **CAUSAL)
+    np.testing.assert_allclose(np.float32(attention(q, k, v)[:, 0]), exact, atol=0.03)
 
 
 def test_a_document_is_as_if_it_were_alone():

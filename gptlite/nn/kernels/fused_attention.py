@@ -2,13 +2,15 @@
 attention kernel that comes with JAX on TPUs."""
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from gptlite.nn.kernels.rows import map_heads
-from gptlite.sharding import n_seeds_devices, targets_nvidia, targets_tpu
+from gptlite.sharding import is_mesh_set, n_seeds_devices, targets_nvidia, targets_tpu
 
 Heads = Float[Array, "*batch heads seq d_head"]
 KVHeads = Float[Array, "*batch kv_heads seq d_head"]
@@ -22,28 +24,48 @@ def fused_attention(
     query: Heads,
     key: Array,
     value: Array,
+    reference: Callable[[Heads, Array, Array], Heads],
     *,
     is_causal: bool,
     window: int | None,
     starts: Int[Array, "*batch seq"] | None = None,
-) -> Heads | None:
-    """Attention of whole sequences to themselves (see `attend`). None if the devices of the mesh
-    have no kernel for such arrays."""
+) -> Heads:
+    """Attention of whole sequences to themselves (see `attend`), by a kernel of the devices; by the
+    `reference`, if they have none for such arrays."""
+    kernel = _kernel(query, key, value, starts is not None)
+    if kernel is None:
+        return reference(query, key, value)
+    platform, compute = kernel
+
+    def fused(query, key, value):
+        return compute(query, key, value, is_causal, window, starts)
+
+    if is_mesh_set():
+        return fused(query, key, value)
+    # The arrays may be elsewhere than on JAX's default device.
+    by_platform = {platform: fused}
+    return lax.platform_dependent(query, key, value, default=reference, **by_platform)
+
+
+def _kernel(
+    query: Heads, key: Array, value: Array, has_starts: bool
+) -> tuple[str, Callable[..., Heads]] | None:
+    """The kernel for such arrays, after the platform that has it, as JAX calls it."""
     seq, d_head = query.shape[-2:]
     if seq != key.shape[-2] or key.shape != value.shape:
         return None
-    # Not by `lax.platform_dependent`: to trace cuDNN's attention, cuDNN must be installed.
+    # Not by `lax.platform_dependent` alone: to trace cuDNN's attention, cuDNN must be installed.
     if targets_nvidia():
         half = query.dtype in (jnp.float16, jnp.bfloat16)
         # (The gradient needs an even length. JAX does not map a mask over seeds.)
         fits = half and d_head % 8 == 0 and d_head <= 128 and seq % 2 == 0
-        fits = fits and (starts is None or not n_seeds_devices())
-        return _cudnn(query, key, value, is_causal, window, starts) if fits else None
+        fits = fits and not (has_starts and n_seeds_devices())
+        return ("cuda", _cudnn) if fits else None
     fits = query.dtype == jnp.bfloat16 and seq % SPLASH_BLOCKS[-1] == 0
     # (The compiler does not divide the kernel over seeds, nor can `map_heads`, which is inside of
     # the `vmap` over them.)
     if targets_tpu() and fits and n_seeds_devices() <= 1:
-        return _splash(query, key, value, is_causal, window, starts)
+        return "tpu", _splash
     return None
 
 
