@@ -25,6 +25,7 @@ from gptlite.cli import exit_on_error
 from gptlite.config import ModelConfig, OptimizerConfig, TrainingConfig
 from gptlite.errors import require
 from gptlite.family.glove import read_glove
+from gptlite.family.train import train
 from gptlite.machine.pytrees import is_parameter
 from gptlite.machine.runtime import set_up_jax
 from gptlite.models.gpt import GPT
@@ -32,7 +33,6 @@ from gptlite.nn import Embedding
 from gptlite.text.batches import Batches, split_windows
 from gptlite.text.corpus import load_corpus
 from gptlite.training.loss import window_losses
-from gptlite.training.train import train
 
 WORDS = 2_000
 D_MODEL = 64

@@ -24,13 +24,13 @@ from gptlite.cli import exit_on_error
 from gptlite.config import ModelConfig, OptimizerConfig, TrainingConfig
 from gptlite.errors import require
 from gptlite.family.encoder import Encoder
+from gptlite.family.train import train
 from gptlite.machine.pytrees import count_parameters
 from gptlite.machine.runtime import set_up_jax
 from gptlite.nn import Linear
 from gptlite.text.corpus import load_corpus
 from gptlite.text.tokenizer import CharTokenizer
 from gptlite.training.loss import cross_entropy
-from gptlite.training.train import train
 
 SPEAKERS = 10
 CONTEXT = 128

@@ -18,10 +18,10 @@ from gptlite.cli import exit_on_error
 from gptlite.config import ModelConfig, OptimizerConfig, TrainingConfig
 from gptlite.family.beam_search import beam_search
 from gptlite.family.seq2seq import Seq2Seq, shift_right
+from gptlite.family.train import train
 from gptlite.machine.pytrees import count_parameters
 from gptlite.machine.runtime import set_up_jax
 from gptlite.training.loss import cross_entropy
-from gptlite.training.train import train
 
 DIGITS = 10
 X, START, END = 10, 11, 12

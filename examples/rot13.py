@@ -25,11 +25,11 @@ from gptlite.errors import require
 from gptlite.family.beam_search import beam_search
 from gptlite.family.presets import VASWANI
 from gptlite.family.seq2seq import Seq2Seq, shift_right
+from gptlite.family.train import train
 from gptlite.machine.pytrees import count_parameters
 from gptlite.machine.runtime import set_up_jax
 from gptlite.text.corpus import load_corpus
 from gptlite.training.loss import cross_entropy
-from gptlite.training.train import train
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 START, END = 26, 27

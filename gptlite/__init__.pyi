@@ -19,6 +19,7 @@ from .errors import UserError as UserError
 from .family.beam_search import beam_search as beam_search
 from .family.encoder import Encoder as Encoder
 from .family.seq2seq import Seq2Seq as Seq2Seq
+from .family.train import train as train
 from .generation.generate import generate as generate, stream as stream
 from .generation.text import prompt_ids as prompt_ids, stream_texts as stream_texts
 from .hugging_face.folder import export_run as export_run
@@ -30,6 +31,7 @@ from .machine.runtime import set_up_jax as set_up_jax
 from .models.gpt import GPT as GPT
 from .presets import PRESETS as PRESETS
 from .research.check_block import check_block as check_block
+from .runs.frozen import trainable as trainable
 from .runs.load import load as load
 from .runs.model import abstract_model as abstract_model, make_model as make_model
 from .runs.run import Run as Run
@@ -41,7 +43,5 @@ from .text.corpus import load_corpus as load_corpus, text_corpus as text_corpus
 from .text.tokens import split_corpus as split_corpus
 from .training.evaluate import Evaluation as Evaluation
 from .training.fit import fit as fit
-from .training.frozen import trainable as trainable
 from .training.loss import cross_entropy as cross_entropy
 from .training.step import TrainSteps as TrainSteps
-from .training.train import train as train

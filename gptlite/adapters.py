@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from gptlite.config import LoRA
 from gptlite.errors import require
+from gptlite.machine.names import LoRA
 from gptlite.machine.pytrees import path_name
 from gptlite.nn.linear import Linear, project
 from gptlite.nn.stack import Stack

@@ -17,9 +17,9 @@ import tyro
 from gptlite.config import Config, SamplingConfig
 from gptlite.custom import with_custom
 from gptlite.errors import UserError, require
-from gptlite.machine.block_names import split_options
 from gptlite.machine.fields import MAX_INT32, Between, changed, check_fields, free
 from gptlite.machine.files import check_folder_name
+from gptlite.machine.names import split_options
 from gptlite.machine.processes import DistributedConfig
 from gptlite.machine.progress import print_error, printable, sentence_of
 from gptlite.presets import PRESETS

@@ -4,7 +4,6 @@ This module imports nothing heavy, so that `--help` answers at once.
 """
 
 import math
-import re
 from dataclasses import dataclass, field
 from typing import (
     Annotated,
@@ -13,16 +12,18 @@ from typing import (
 
 import tyro
 
-from gptlite.errors import UserError, require
-from gptlite.machine.block_names import (
+from gptlite.errors import require
+from gptlite.machine.fields import MAX_INT32, Between, Free, check_fields
+from gptlite.machine.names import (
     CUSTOM,
     CUSTOM_FIELDS,
     BlockChoice,
     BlockNames,
     custom_name,
+    parse_bpe,
+    parse_lora,
     split_options,
 )
-from gptlite.machine.fields import MAX_INT32, Between, Free, check_fields
 
 MLPS = ("gelu", "silu", "relu", "relu2", "tanh", "sigmoid", "identity", "swiglu", "geglu", "moe")
 
@@ -52,68 +53,6 @@ class DataConfig:
         check_fields("data.", self)
         if self.tokenizer.startswith("bpe"):
             parse_bpe(self.tokenizer)
-
-
-# Sizes of a byte-pair encoding that is trained on a text: the bytes, at least.
-BPE_SIZES = (256, 2**20)
-
-
-def parse_bpe(name: str) -> int:
-    """The size in `bpe:SIZE`.
-
-    **Raises:** `UserError` if there is none, or it is out of range.
-    """
-    size = re.fullmatch(r"bpe:([1-9]\d{2,6})", name)
-    low, high = BPE_SIZES
-    if size is None or not low <= int(size[1]) <= high:
-        raise UserError(
-            f"data.tokenizer bpe:SIZE needs a size from {low} to {high}, such as bpe:4096, got "
-            f"{name!r}."
-        )
-    return int(size[1])
-
-
-# The matrices that adapters may be beside.
-MATRICES = ("query", "key", "value", "output", "up", "gate", "down")
-
-
-@dataclass(frozen=True)
-class LoRA:
-    """Low-rank adapters, as `model.lora` describes them."""
-
-    rank: Annotated[int, Between(1, 10_000)]
-    alpha: Annotated[float, Between(0.0, above=True)]
-    matrices: tuple[str, ...]
-
-    def __post_init__(self):
-        check_fields("model.lora ", self)
-        require(
-            set(self.matrices) <= set(MATRICES) and len(set(self.matrices)) == len(self.matrices),
-            f"model.lora matrices must be some of {'+'.join(MATRICES)}, got "
-            f"{'+'.join(self.matrices)}.",
-        )
-
-
-def parse_lora(value: str) -> LoRA:
-    """The adapters that `model.lora` describes: `8:alpha=16:matrices=query+value`.
-
-    **Raises:** `UserError` if it is not of this form, or out of range.
-    """
-    rank, options = split_options(value)
-    number = r"[0-9.e+-]{1,20}"
-    require(
-        re.fullmatch(r"-?\d{1,9}", rank) is not None
-        and options.keys() <= {"alpha", "matrices"}
-        and re.fullmatch(number, options.get("alpha", "1")) is not None,
-        "model.lora must be a rank, which alpha and matrices may follow, as in 8 or "
-        f"8:alpha=16:matrices=query+value, got {value[:100]!r}.",
-    )
-    try:
-        alpha = float(options.get("alpha", 2 * int(rank)))
-    except ValueError:  # such as 1-2
-        alpha = math.nan
-    matrices = tuple(options["matrices"].split("+")) if "matrices" in options else MATRICES
-    return LoRA(rank=int(rank), alpha=alpha, matrices=matrices)
 
 
 @dataclass(frozen=True)

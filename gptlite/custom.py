@@ -22,14 +22,8 @@ from pathlib import Path
 
 from gptlite.config import Config, ModelConfig
 from gptlite.errors import UserError, require
-from gptlite.machine.block_names import (
-    CUSTOM,
-    CUSTOM_FIELDS,
-    custom_name,
-    is_custom,
-    split_options,
-)
 from gptlite.machine.files import read_json
+from gptlite.machine.names import CUSTOM, CUSTOM_FIELDS, custom_name, is_custom, split_options
 
 # The files whose classes may be blocks; in Python, also the classes themselves.
 Custom = Sequence[str | type]

@@ -26,7 +26,7 @@ from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-from gptlite.config import MeshConfig, ModelConfig, TrainingConfig
+from gptlite.config import MeshConfig, ModelConfig
 from gptlite.errors import UserError
 from gptlite.machine.pytrees import is_array, is_stacked, path_name
 
@@ -50,17 +50,6 @@ MESH_AXES = {
 # its end.
 BY_OUTPUT = ("query", "key", "value", "gate", "up", "head", "embedding", "previous")
 BY_INPUT = ("output", "down")
-
-
-def usable_cpu_devices(training: TrainingConfig, mesh: MeshConfig) -> int:
-    """As many as `mesh` has, if it says it; else `training.cpu_devices`, reduced so that the
-    devices share a batch evenly."""
-    rows = training.batch_size // (training.accumulation or 1)
-    sizes = (mesh.data, mesh.fsdp, mesh.tensor)
-    if -1 not in sizes and math.prod(sizes) <= 1024:
-        return math.prod(sizes)
-    tensor = max(1, mesh.tensor)
-    return tensor * math.gcd(max(1, training.cpu_devices // tensor), rows)
 
 
 def make_mesh(
@@ -99,15 +88,6 @@ def check_tensor(tensor: int, model: ModelConfig) -> None:
             f"mesh.tensor must divide model.n_heads, {model.n_heads}, and model.n_kv_heads, "
             f"{kv_heads}: {fitting} would do, got {tensor}."
         )
-
-
-def seeds_mesh(models: int) -> Mesh:
-    """A mesh whose devices train `models` models in parallel: the axis `seeds`, and the other axes
-    with a single device."""
-    devices = jax.devices()[: min(jax.device_count(), models)]
-    names = (SEEDS, *AXES)
-    shape = (len(devices), 1, 1, 1)
-    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * 4, devices=devices)
 
 
 def check_rows(mesh: Mesh | AbstractMesh, rows: int) -> None:
@@ -211,19 +191,6 @@ def skeleton(tree: T, mesh: Mesh) -> T:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     return _shard(tree, mesh, shape)
-
-
-def size_on_device(tree: Any) -> int:
-    """Bytes of what a device has of a `skeleton`."""
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if is_array(leaf)]
-    shards = ((leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize) for leaf in leaves)
-    return sum(math.prod(shape) * size for shape, size in shards)
-
-
-def batch_skeleton(shape: tuple[int, ...], mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """The shape of batches of ids as `place_batches` places them, or of a number."""
-    spec = PartitionSpec(None, MESH_AXES["batch"]) if shape else PartitionSpec()
-    return jax.ShapeDtypeStruct(shape, np.int32, sharding=NamedSharding(mesh, spec))
 
 
 # The functions below are for code that is compiled for the mesh that `jax.set_mesh` sets.

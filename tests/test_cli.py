@@ -20,7 +20,7 @@ import train
 from gptlite.cli import LogConfig, SampleArguments, TrainArguments, parse_sample, parse_train
 from gptlite.config import Config, OptimizerConfig, SamplingConfig, TrainingConfig
 from gptlite.errors import UserError
-from gptlite.machine.block_names import BlockNames
+from gptlite.machine.names import BlockNames
 from gptlite.machine.processes import DistributedConfig
 
 TINY = [

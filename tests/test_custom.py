@@ -26,8 +26,8 @@ from gptlite.custom import (
     with_custom,
 )
 from gptlite.errors import UserError
-from gptlite.machine.block_names import CUSTOM
 from gptlite.machine.files import write_json
+from gptlite.machine.names import CUSTOM
 from gptlite.models.gpt import GPT
 from gptlite.nn import RMSNorm
 from gptlite.runs.load import load, load_run

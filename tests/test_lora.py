@@ -10,8 +10,9 @@ import pytest
 from conftest import TINY, VARIANTS, VOCAB, tiny_model
 
 from gptlite.adapters import LoRALinear, merged, with_adapters
-from gptlite.config import MATRICES, LoRA, ModelConfig, parse_lora
+from gptlite.config import ModelConfig
 from gptlite.errors import UserError
+from gptlite.machine.names import MATRICES, LoRA, parse_lora
 from gptlite.nn.linear import Linear
 
 IDS = jax.random.randint(jax.random.key(2), (3, TINY.context_length), 0, VOCAB)
@@ -66,7 +67,8 @@ def test_a_layer_is_the_formula(bias):
 def test_adapters_change_nothing_at_first_and_merge_later(name):
     model = tiny_model(**VARIANTS[name])
     adapted = with_adapters(model, LORA, key=KEY)
-    np.testing.assert_array_equal(forward(adapted, IDS), forward(model, IDS))
+    # On a CPU, queries, keys and values are one product, and three with adapters.
+    np.testing.assert_allclose(forward(adapted, IDS), forward(model, IDS), rtol=1e-4, atol=1e-6)
     adapted = trained(adapted)
     logits = forward(adapted, IDS)
     assert not np.allclose(logits, forward(model, IDS), atol=1e-3)

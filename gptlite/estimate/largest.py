@@ -5,9 +5,14 @@ from collections.abc import Callable
 from typing import Any
 
 from gptlite.estimate.hardware import Hardware
-from gptlite.estimate.step import CompiledStep, compile_step, memory_share, usable_memory
+from gptlite.estimate.step import (
+    CompiledStep,
+    compile_step,
+    memory_share,
+    size_on_device,
+    usable_memory,
+)
 from gptlite.machine.progress import log
-from gptlite.sharding import size_on_device
 from gptlite.training.step import TrainSteps
 
 # To compile a step takes 10 seconds to minutes.

@@ -7,11 +7,13 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gptlite.estimate.hardware import Hardware
 from gptlite.machine.pytrees import is_array
 from gptlite.nn.kernels.rows import n_row_shards
-from gptlite.sharding import batch_skeleton
+from gptlite.sharding import MESH_AXES
 from gptlite.training.step import TrainSteps, default_parts
 
 # JAX's default: https://docs.jax.dev/en/latest/gpu_memory_allocation.html
@@ -45,6 +47,19 @@ class CompiledStep:
             - analysis.alias_size_in_bytes
             + analysis.generated_code_size_in_bytes
         )
+
+
+def size_on_device(tree: Any) -> int:
+    """Bytes of what a device has of a `skeleton`."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if is_array(leaf)]
+    shards = ((leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize) for leaf in leaves)
+    return sum(math.prod(shape) * size for shape, size in shards)
+
+
+def batch_skeleton(shape: tuple[int, ...], mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """The shape of batches of ids as `place_batches` places them, or of a number."""
+    spec = PartitionSpec(None, MESH_AXES["batch"]) if shape else PartitionSpec()
+    return jax.ShapeDtypeStruct(shape, np.int32, sharding=NamedSharding(mesh, spec))
 
 
 def lower_step(steps: TrainSteps, model: Any, context_length: int) -> jax.stages.Lowered:

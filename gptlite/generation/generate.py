@@ -6,7 +6,7 @@ position 0. So a token sees at least the last `context_length // 2` tokens, and 
 `context_length`. Its logits are exactly those of the model for these tokens, for any kind of block.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -24,12 +24,10 @@ from gptlite.generation.sampling import Sampling, sample
 from gptlite.machine.memory import require_memory
 from gptlite.machine.pytrees import size_of
 from gptlite.models.gpt import GPT
-from gptlite.nn.attention import Heads
 from gptlite.nn.cache import Cache, read_at
 from gptlite.nn.context import PerSequence
+from gptlite.nn.kernels.decoding import rearranged
 from gptlite.nn.kernels.rows import map_rows, row_mesh
-from gptlite.nn.linear import Linear, TransposedLinear
-from gptlite.nn.mlp import MLP, GatedMLP
 from gptlite.sharding import is_on_cpu, is_whole, replicate
 
 # Tokens generated in one compiled call: few enough to stream smoothly, enough to hide the call.
@@ -114,7 +112,7 @@ def prepare(model: GPT, rows: int, *, share: bool = True) -> PreparedModel:
     if mesh is not None:
         arrays, rest = eqx.partition(model, eqx.is_array)
         model = eqx.combine(replicate(arrays, mesh), rest)
-    return PreparedModel(_rearranged(model, transposed), mesh)
+    return PreparedModel(rearranged(model, transposed), mesh)
 
 
 def begins_with_rows(model: GPT, rows: int) -> bool:
@@ -122,27 +120,6 @@ def begins_with_rows(model: GPT, rows: int) -> bool:
     things."""
     cache = eqx.filter_eval_shape(lambda model: model.init_cache((rows,)), model)
     return all(x.shape[:1] == (rows,) for x in jax.tree.leaves(cache.layers))
-
-
-@eqx.filter_jit
-def _rearranged(model: GPT, transposed: bool) -> GPT:
-    def replace(tree: Any, kinds: tuple[type, ...], new: Callable[[Any], Any]) -> Any:
-        def is_leaf(node: Any) -> bool:
-            return type(node) in kinds
-
-        return jax.tree.map(
-            lambda node: new(node) if is_leaf(node) else node, tree, is_leaf=is_leaf
-        )
-
-    def transpose(layer: Linear) -> Any:
-        # More axes than two: a custom block maps over layers.
-        return TransposedLinear(layer) if layer.weight.ndim == 2 else layer
-
-    model = replace(model.unstacked(), (Heads,), Heads.joined)
-    if not transposed:
-        return model
-    # Only in the package's own modules: others may use a layer in a way of their own.
-    return replace(model, (Heads, MLP, GatedMLP), lambda node: replace(node, (Linear,), transpose))
 
 
 def generate(

@@ -13,8 +13,8 @@ import numpy as np
 
 from gptlite.config import ModelConfig
 from gptlite.errors import UserError
-from gptlite.machine.block_names import split_options
 from gptlite.machine.files import is_plausible
+from gptlite.machine.names import split_options
 
 # Their names of activations, by ours. GELU is the tanh approximation.
 ACTIVATIONS = {

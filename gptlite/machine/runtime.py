@@ -1,8 +1,11 @@
 """How the scripts configure JAX."""
 
+import math
 import os
 import warnings
 from pathlib import Path
+
+from gptlite.config import MeshConfig, TrainingConfig
 
 
 def set_up_jax(cpu_devices: int = 1) -> None:
@@ -31,3 +34,14 @@ def set_up_jax(cpu_devices: int = 1) -> None:
     devices = int(os.environ.get("JAX_NUM_CPU_DEVICES", cpu_devices))
     if devices > (os.cpu_count() or 1):
         os.environ.setdefault("NPROC", str(2 * devices))
+
+
+def usable_cpu_devices(training: TrainingConfig, mesh: MeshConfig) -> int:
+    """As many as `mesh` has, if it says it; else `training.cpu_devices`, reduced so that the
+    devices share a batch evenly."""
+    rows = training.batch_size // (training.accumulation or 1)
+    sizes = (mesh.data, mesh.fsdp, mesh.tensor)
+    if -1 not in sizes and math.prod(sizes) <= 1024:
+        return math.prod(sizes)
+    tensor = max(1, mesh.tensor)
+    return tensor * math.gcd(max(1, training.cpu_devices // tensor), rows)

@@ -17,8 +17,8 @@ from jaxtyping import PRNGKeyArray
 
 from gptlite.config import ModelConfig
 from gptlite.errors import UserError
-from gptlite.machine.block_names import CUSTOM, split_options
 from gptlite.machine.fields import Between, check_value
+from gptlite.machine.names import CUSTOM, split_options
 from gptlite.nn.attention import Attention, Heads, ValueResidual
 from gptlite.nn.block import Block, ParallelBlock, PostNorm, PreNorm, SandwichNorm
 from gptlite.nn.mlp import ACTIVATIONS, MLP, GatedMLP, MoE, gelu, silu

@@ -14,7 +14,8 @@ from gptlite.nn.context import WHOLE_SEQUENCE, Context, PerSequence
 from gptlite.nn.dot_product import Keys, Queries, attend, causal_mask
 from gptlite.nn.kernels.layout import split_columns, swap_heads
 from gptlite.nn.kernels.sums import thrice
-from gptlite.nn.linear import Linear, TransposedLinear
+from gptlite.nn.kernels.transposed import TransposedLinear
+from gptlite.nn.linear import Linear
 from gptlite.nn.norms import RMSNorm
 from gptlite.nn.positions import ALiBi, NoPositions, RelativeBias, Rotary
 from gptlite.sharding import constrain, is_sharded, targets_cpu

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from gptlite.nn.dtypes import wide_dtype
 from gptlite.nn.kernels.product import product
 
 
@@ -33,32 +32,10 @@ class Linear(eqx.Module):
 
     def __call__(self, x: Float[Array, "*batch d_in"]) -> Float[Array, "*batch d_out"]:
         def layer(rows):
-            return _add_bias(product(rows, self.weight, x.dtype), self.bias).astype(x.dtype)
+            return add_bias(product(rows, self.weight, x.dtype), self.bias).astype(x.dtype)
 
         # The bias is added to rows, so that a GPU's product adds it.
-        return _by_rows(layer, x)
-
-
-class TransposedLinear(eqx.Module):
-    """A `Linear` whose weight is stored as `[d_in, d_out]`, for decoding on a CPU: XLA multiplies
-    it with a few rows in 0.5 to 0.75 of the time."""
-
-    transposed: Float[Array, "d_in d_out"]
-    bias: Float[Array, " d_out"] | None
-
-    def __init__(self, layer: Linear):
-        self.transposed, self.bias = layer.weight.T, layer.bias
-
-    @property
-    def weight(self) -> Float[Array, "d_out d_in"]:
-        """As `Linear.weight`."""
-        return self.transposed.T
-
-    def __call__(self, x: Float[Array, "*batch d_in"]) -> Float[Array, "*batch d_out"]:
-        def multiply(rows):
-            return jnp.matmul(rows, self.transposed, preferred_element_type=wide_dtype(x.dtype))
-
-        return _add_bias(_by_rows(multiply, x), self.bias).astype(x.dtype)
+        return by_rows(layer, x)
 
 
 def project(
@@ -67,7 +44,7 @@ def project(
     dtype: DTypeLike | None = None,
 ) -> Float[Array, "*batch d_out"]:
     """`x Wᵀ` as one product over all rows, in `dtype`: see `product`."""
-    return _by_rows(lambda rows: product(rows, weight, dtype), x)
+    return by_rows(lambda rows: product(rows, weight, dtype), x)
 
 
 def capped(logits: Float[Array, "*batch vocab"], cap: float | None) -> Float[Array, "*batch vocab"]:
@@ -76,11 +53,12 @@ def capped(logits: Float[Array, "*batch vocab"], cap: float | None) -> Float[Arr
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def _by_rows(multiply: Callable[[Array], Array], x: Array) -> Array:
+def by_rows(multiply: Callable[[Array], Array], x: Array) -> Array:
     """`multiply(x)` as one product over all rows."""
     y = multiply(x.reshape(-1, x.shape[-1]))
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-def _add_bias(y: Array, bias: Array | None) -> Array:
+def add_bias(y: Array, bias: Array | None) -> Array:
+    """`y + bias`, if there is one."""
     return y if bias is None else y + bias

@@ -25,10 +25,10 @@ from gptlite.machine.memory import free_memory
 from gptlite.machine.pytrees import count_parameters
 from gptlite.research.seeds import SeedsProgress, fit_seeds
 from gptlite.research.statistics import Verdict, judge
+from gptlite.runs.frozen import trainable
 from gptlite.runs.model import abstract_model
 from gptlite.text.tokenizer import Tokenizer
 from gptlite.text.tokens import Split
-from gptlite.training.frozen import trainable
 
 # Interleaved dispatches that time a variant against the base.
 TIMED_DISPATCHES = 5

@@ -12,17 +12,27 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, Mesh
 
 from gptlite.config import Config
+from gptlite.runs.frozen import trainable
 from gptlite.runs.model import make_model
-from gptlite.sharding import SEEDS, seeds_mesh
+from gptlite.sharding import AXES, SEEDS
 from gptlite.text.batches import Batches
 from gptlite.text.tokenizer import Tokenizer
 from gptlite.text.tokens import Split
 from gptlite.training.evaluate import Evaluation
 from gptlite.training.fit import fit
-from gptlite.training.frozen import trainable
 from gptlite.training.step import TrainSteps
+
+
+def seeds_mesh(models: int) -> Mesh:
+    """A mesh whose devices train `models` models in parallel: the axis `seeds`, and the other axes
+    with a single device."""
+    devices = jax.devices()[: min(jax.device_count(), models)]
+    names = (SEEDS, *AXES)
+    shape = (len(devices), 1, 1, 1)
+    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * 4, devices=devices)
 
 
 @dataclass(frozen=True)

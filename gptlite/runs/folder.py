@@ -53,6 +53,7 @@ from gptlite.machine.pytrees import size_of
 from gptlite.runs import metrics
 from gptlite.runs.checkpoints import Checkpoint, Checkpoints, Record, list_steps
 from gptlite.runs.find import check_free
+from gptlite.runs.frozen import frozen_in
 from gptlite.runs.saved_config import (
     changed_sources,
     corpus_arguments,
@@ -71,7 +72,6 @@ from gptlite.runs.weights import (
 )
 from gptlite.text.tokenizer import Tokenizer
 from gptlite.training.fit import DivergenceError, Progress
-from gptlite.training.frozen import frozen_in
 from gptlite.training.step import TrainState
 
 # How long a file may take to be seen on another host. (NFS keeps what it has seen for a minute.)

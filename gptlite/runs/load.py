@@ -9,12 +9,12 @@ from gptlite.errors import UserError, require
 from gptlite.machine.files import read_json
 from gptlite.machine.progress import log
 from gptlite.runs.find import find_run
+from gptlite.runs.frozen import frozen_in
 from gptlite.runs.model import abstract_model
 from gptlite.runs.run import Run
 from gptlite.runs.saved_config import changed_sources, load_config
 from gptlite.runs.tokenizers import load_tokenizer
 from gptlite.runs.weights import fill, load_weights, named_arrays
-from gptlite.training.frozen import frozen_in
 
 
 def load(

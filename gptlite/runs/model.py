@@ -4,7 +4,8 @@ import equinox as eqx
 import jax
 from jaxtyping import PRNGKeyArray
 
-from gptlite.config import ModelConfig, parse_lora
+from gptlite.config import ModelConfig
+from gptlite.machine.names import parse_lora
 from gptlite.models.gpt import GPT
 from gptlite.text.tokenizer import Tokenizer
 

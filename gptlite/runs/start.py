@@ -20,9 +20,10 @@ import jax
 from jaxtyping import Array, Key
 
 from gptlite.cli import TrainArguments, settings
-from gptlite.config import Config, parse_lora
+from gptlite.config import Config
 from gptlite.custom import custom_arguments, load_custom
 from gptlite.machine.memory import require_memory
+from gptlite.machine.names import parse_lora
 from gptlite.machine.processes import (
     check_same,
     count,
@@ -34,25 +35,25 @@ from gptlite.machine.processes import (
 )
 from gptlite.machine.progress import log
 from gptlite.machine.pytrees import count_parameters, size_of
-from gptlite.machine.runtime import set_up_jax
+from gptlite.machine.runtime import set_up_jax, usable_cpu_devices
 from gptlite.machine.stop import Stop
 from gptlite.runs.display import Display
 from gptlite.runs.find import check_free, find_run, new_run
 from gptlite.runs.folder import RunFolder
+from gptlite.runs.frozen import frozen_in
 from gptlite.runs.load import load
 from gptlite.runs.model import abstract_model, make_model
 from gptlite.runs.plots import losses, save_picture
 from gptlite.runs.run import Run
 from gptlite.runs.tokenizers import load_tokenizer, make_tokenizer
 from gptlite.runs.weights import fill, gather_to_first, named_arrays
-from gptlite.sharding import check_tensor, constrain_parameters, usable_cpu_devices
+from gptlite.sharding import check_tensor, constrain_parameters
 from gptlite.text.corpus import Corpus, open_corpus
 from gptlite.text.documents import Documents
 from gptlite.text.tokenizer import Tokenizer
 from gptlite.text.tokens import Split, require_documents
 from gptlite.training.evaluate import Evaluation, bits_per_byte
 from gptlite.training.fit import Position, Progress
-from gptlite.training.frozen import frozen_in
 from gptlite.training.step import TrainState, TrainSteps
 
 

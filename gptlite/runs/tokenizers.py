@@ -9,9 +9,9 @@ from typing import Any
 
 import tiktoken
 
-from gptlite.config import parse_bpe
 from gptlite.errors import UserError, require
 from gptlite.machine.files import read_json
+from gptlite.machine.names import parse_bpe
 from gptlite.text.corpus import Corpus
 from gptlite.text.documents import Documents
 from gptlite.text.tokenizer import (

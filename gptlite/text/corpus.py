@@ -15,8 +15,8 @@ from jaxtyping import Integer
 
 from gptlite.errors import UserError, require
 from gptlite.machine.progress import log, progress_bar
+from gptlite.machine.shakespeare import download_shakespeare, load_shakespeare
 from gptlite.text.documents import Documents, open_documents
-from gptlite.text.shakespeare import download_shakespeare, load_shakespeare
 
 # The clone's data/ folder, independent of the working directory.
 DATA_FOLDER = Path(__file__).resolve().parents[2] / "data"

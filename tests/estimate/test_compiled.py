@@ -12,11 +12,11 @@ from gptlite.config import ModelConfig, OptimizerConfig, TrainingConfig
 from gptlite.estimate.hardware import HARDWARE, describe
 from gptlite.estimate.program import Work, work
 from gptlite.estimate.report import report
-from gptlite.estimate.step import compile_step
+from gptlite.estimate.step import compile_step, size_on_device
 from gptlite.inspect.summary import flops_per_token
 from gptlite.models.gpt import GPT
 from gptlite.presets import GPT2_SMALL
-from gptlite.sharding import make_mesh, size_on_device
+from gptlite.sharding import make_mesh
 from gptlite.training.step import TrainSteps
 
 COMPILERS = {"h100:8": "jax_cuda13_plugin", "v5e:2x4": "libtpu"}

@@ -21,7 +21,7 @@ from gptlite.errors import UserError
 from gptlite.generation.generate import generate
 from gptlite.hugging_face.architectures import from_hf_config, to_hf_config
 from gptlite.hugging_face.folder import export_run, load_hf
-from gptlite.machine.block_names import split_options
+from gptlite.machine.names import split_options
 from gptlite.runs.model import make_model
 from gptlite.runs.run import Run
 from gptlite.runs.tokenizers import make_tokenizer

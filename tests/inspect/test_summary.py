@@ -10,7 +10,7 @@ from gptlite.inspect.summary import activation_bytes, flops_per_token, summary
 from gptlite.machine.pytrees import count_parameters
 from gptlite.models.gpt import GPT
 from gptlite.presets import PRESETS
-from gptlite.training.frozen import trainable
+from gptlite.runs.frozen import trainable
 
 
 def skeleton(preset: str) -> GPT:

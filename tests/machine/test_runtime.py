@@ -8,7 +8,7 @@ from conftest import ROOT
 
 from gptlite.config import MeshConfig, TrainingConfig
 from gptlite.machine.memory import free_in_container, free_memory
-from gptlite.sharding import usable_cpu_devices
+from gptlite.machine.runtime import usable_cpu_devices
 
 PROGRAM = """
 import json, os

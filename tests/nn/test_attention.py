@@ -24,7 +24,7 @@ from gptlite.nn import (
     dot_product,
 )
 from gptlite.nn.kernels import fused_attention
-from gptlite.sharding import seeds_mesh
+from gptlite.research.seeds import seeds_mesh
 
 CAUSAL = {"is_causal": True}
 

@@ -32,7 +32,7 @@ from gptlite.nn import (
     Sinusoidal,
     Stack,
 )
-from gptlite.nn.linear import TransposedLinear
+from gptlite.nn.kernels.transposed import TransposedLinear
 from gptlite.nn.mlp import ACTIVATIONS
 
 KEY = jax.random.key(0)

@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from conftest import run_script  # noqa: E402
 from support.pages import GIVEN, PAGES, TRAIN, commands, is_nightly, make_files, shrink  # noqa: E402
 
-from gptlite.machine.block_names import CUSTOM  # noqa: E402
+from gptlite.machine.names import CUSTOM  # noqa: E402
 
 MESH = "8"  # the devices of the meshes in the docs
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gptlite.estimate.step import lower_step
+from gptlite.nn.kernels.decoding import rearranged
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -31,28 +32,22 @@ from conftest import TINY, VARIANTS  # noqa: E402
 from jaxlib import _hlo  # noqa: E402  # pyright: ignore[reportAttributeAccessIssue]
 
 from gptlite.adapters import with_adapters  # noqa: E402
-from gptlite.config import (  # noqa: E402
-    Config,
-    OptimizerConfig,
-    SamplingConfig,
-    TrainingConfig,
-    parse_lora,
-)
+from gptlite.config import Config, OptimizerConfig, SamplingConfig, TrainingConfig  # noqa: E402
 from gptlite.estimate.hardware import describe  # noqa: E402
 from gptlite.generation.generate import (  # noqa: E402
     Chunk,
     Part,
     PreparedModel,
-    _rearranged,
     decode,
     read_part,
 )
 from gptlite.generation.sampling import Sampling  # noqa: E402
+from gptlite.machine.names import parse_lora  # noqa: E402
 from gptlite.machine.pytrees import is_array  # noqa: E402
 from gptlite.models.gpt import GPT  # noqa: E402
 from gptlite.presets import PRESETS  # noqa: E402
+from gptlite.runs.frozen import trainable  # noqa: E402
 from gptlite.sharding import make_mesh, skeleton  # noqa: E402
-from gptlite.training.frozen import trainable  # noqa: E402
 from gptlite.training.step import TrainSteps  # noqa: E402
 
 VOCAB, SEPARATOR = 65, 0
@@ -124,7 +119,7 @@ def lowered(config: Config, target: str) -> Iterator[tuple[str, Callable[[], jax
 
     for rows in ROWS:
         transposed = rows > 1 and target == "cpu"
-        prepared = here(eqx.filter_eval_shape(_rearranged, model, transposed))
+        prepared = here(eqx.filter_eval_shape(rearranged, model, transposed))
         ids, length = here((jnp.zeros((rows, 16), jnp.int32), jnp.zeros(rows, jnp.int32)))
         part = Part(PreparedModel(prepared, None), ids, length, length)
 

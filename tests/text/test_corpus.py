@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from gptlite.errors import UserError
+from gptlite.machine.shakespeare import SHA256, download_shakespeare
 from gptlite.text import corpus as corpus_module
 from gptlite.text.corpus import load_corpus
-from gptlite.text.shakespeare import SHA256, download_shakespeare
 
 
 def unreachable(seconds):

@@ -3,6 +3,7 @@ attention kernel that comes with JAX on TPUs."""
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +23,14 @@ SPLASH_BLOCKS = (512, 256, 128)
 
 def fused_attention(
     query: Heads,
-    key: Array,
-    value: Array,
-    reference: Callable[[Heads, Array, Array], Heads],
+    key: Float[Array, "*batch kv_heads keys d_head"],
+    value: Float[Array, "*batch kv_heads keys d_value"],
+    reference: Callable[..., Array],
     *,
     is_causal: bool,
     window: int | None,
     starts: Int[Array, "*batch seq"] | None = None,
-) -> Heads:
+) -> Float[Array, "*batch heads seq d_value"]:
     """Attention of whole sequences to themselves (see `attend`), by a kernel of the devices; by the
     `reference`, if they have none for such arrays."""
     kernel = _kernel(query, key, value, starts is not None)
@@ -43,7 +44,7 @@ def fused_attention(
     if is_mesh_set():
         return fused(query, key, value)
     # The arrays may be elsewhere than on JAX's default device.
-    by_platform = {platform: fused}
+    by_platform: Any = {platform: fused}
     return lax.platform_dependent(query, key, value, default=reference, **by_platform)
 
 

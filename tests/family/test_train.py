@@ -15,12 +15,12 @@ import pytest
 from gptlite.config import ModelConfig, OptimizerConfig, TrainingConfig
 from gptlite.errors import UserError
 from gptlite.family.encoder import Encoder
+from gptlite.family.train import train
 from gptlite.machine.pytrees import is_parameter
 from gptlite.models.gpt import GPT
 from gptlite.nn import Embedding
 from gptlite.training.fit import DivergenceError
 from gptlite.training.loss import cross_entropy, window_losses
-from gptlite.training.train import train
 
 VOCAB = 16
 CONFIG = ModelConfig(
