@@ -22,6 +22,7 @@ from .family.seq2seq import Seq2Seq as Seq2Seq
 from .family.train import train as train
 from .generation.generate import generate as generate, stream as stream
 from .generation.text import prompt_ids as prompt_ids, stream_texts as stream_texts
+from .hugging_face.documents import documents as documents
 from .hugging_face.folder import export_run as export_run
 from .inspect.attention_maps import attention_maps as attention_maps
 from .inspect.logit_lens import logit_lens as logit_lens
@@ -43,5 +44,5 @@ from .text.corpus import load_corpus as load_corpus, text_corpus as text_corpus
 from .text.tokens import split_corpus as split_corpus
 from .training.evaluate import Evaluation as Evaluation
 from .training.fit import fit as fit
-from .training.loss import cross_entropy as cross_entropy
+from .training.loss import cross_entropy as cross_entropy, window_losses as window_losses
 from .training.step import TrainSteps as TrainSteps

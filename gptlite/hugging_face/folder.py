@@ -53,14 +53,14 @@ def load_hf(name: str) -> Run:
     return Run(folder, config, tokenizer, fill(skeleton, arrays, f"The weights of {name}"))
 
 
-def export_run(run: Run, folder: Path) -> None:
+def export_run(run: Run, folder: Path | str) -> None:
     """Write the model and the tokenizer of `run` to a new folder, as `AutoModelForCausalLM` and
     `AutoTokenizer` of `transformers` load them.
 
     **Raises:** `UserError`, before anything is written, if no architecture can express the model,
     or the folder is not empty.
     """
-    vocab_size = run.model.vocab_size
+    folder, vocab_size = Path(folder), run.model.vocab_size
     fields = to_hf_config(run.config.model, vocab_size)
     names = Names(run.config.model, fields["model_type"])
     tokenizer = to_hf_tokenizer(run.tokenizer)

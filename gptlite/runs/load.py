@@ -72,6 +72,6 @@ def load_run(path: Path, which: Literal["best", "last"] = "best", *, custom: Cus
 
 def _is_hf(folder: Path) -> bool:
     try:
-        return "model_type" in read_json(folder / "config.json")
+        return "model_type" in read_json((folder / "config.json").resolve())
     except (OSError, ValueError):
         return False

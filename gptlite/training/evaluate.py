@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from gptlite.models.gpt import GPT
-from gptlite.sharding import SEEDS, local_rows, place_batches, replicate
+from gptlite.sharding import SEEDS, local_rows, place, place_batches, replicate
 from gptlite.text.batches import split_windows
 from gptlite.text.tokenizer import Ids
 from gptlite.text.tokens import Split
@@ -50,8 +50,8 @@ class Evaluation:
         )
 
     def __call__(self, model: GPT) -> Float[np.ndarray, "*seeds"]:
-        """Nats per token of the model, or of each of several, without dropout and label
-        smoothing."""
+        """Nats per token of the model, or of each of several, without dropout or label smoothing."""
+        model = model if self._by_seed else place(model, self._mesh)
         with jax.set_mesh(self._mesh):
             summed = np.asarray(_summed_loss(model, self._batches, self._by_seed), np.float64)
         return np.asarray(summed / self._targets)
