@@ -50,7 +50,7 @@ class Evaluation:
         )
 
     def __call__(self, model: GPT) -> Float[np.ndarray, "*seeds"]:
-        """Nats per token of the model, or of each of several, without dropout or label smoothing."""
+        """Nats per token of the model, or of each of several; no dropout, no label smoothing."""
         model = model if self._by_seed else place(model, self._mesh)
         with jax.set_mesh(self._mesh):
             summed = np.asarray(_summed_loss(model, self._batches, self._by_seed), np.float64)
