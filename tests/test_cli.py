@@ -342,7 +342,7 @@ import resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (24 * 2**30, 24 * 2**30))
 sys.argv = ["train.py", *{TINY!r}, "--data.corpus", "text.txt", "--model.d-model", "16384",
     "--model.d-ff", "1000000", "--run", "x"]
-import gptlite.machine.runtime
+import gptlite.machine.memory
 gptlite.machine.memory.free_memory = lambda: 2**50
 import train
 train.main()

@@ -32,6 +32,7 @@ from gptlite.machine.processes import (
     largest,
     of_first,
     silence_others,
+    wait_for_first,
 )
 from gptlite.machine.progress import log
 from gptlite.machine.pytrees import count_parameters, size_of
@@ -277,6 +278,7 @@ class TrainingRun:
 
         **Raises:** `UserError` if it cannot be written, or there is a run of that name.
         """
+        wait_for_first("ready")  # for all: what one of them finds wrong is found before
         self._start.write(self._folder, self.config, split, state)
         self._loop = self._stack.enter_context(contextlib.ExitStack())
         self._loop.enter_context(self._folder.training_errors(self.tokenizer))

@@ -235,7 +235,7 @@ def test_a_model_is_fetched_from_the_hub_once(place, hub, tmp_path):
 
 NAMES = """
 import sys
-from gptlite.config import UserError
+from gptlite.errors import UserError
 from gptlite.hugging_face.hub import find_folder
 for name in sys.argv[1:]:
     try:

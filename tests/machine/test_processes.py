@@ -95,11 +95,12 @@ def test_a_signal_before_training_ends_all_processes(tmp_path):
     program = (
         "import signal, sys, time\n"
         "import train\n"
-        "def wait(arguments):\n"
+        "from gptlite.runs import start\n"
+        "def wait(name):\n"
         "    if sys.argv[-1] == '1':\n"
         "        signal.raise_signal(signal.SIGTERM)\n"
         "    time.sleep(60)\n"
-        "train.train = wait\n"
+        "start.open_corpus = wait\n"
         "train.main()"
     )
     processes = Processes(tmp_path, ["quick"], ["quick"], program=["-c", program])

@@ -17,9 +17,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gptlite.estimate.step import lower_step
-from gptlite.nn.kernels.decoding import rearranged
-
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -34,6 +31,7 @@ from jaxlib import _hlo  # noqa: E402  # pyright: ignore[reportAttributeAccessIs
 from gptlite.adapters import with_adapters  # noqa: E402
 from gptlite.config import Config, OptimizerConfig, SamplingConfig, TrainingConfig  # noqa: E402
 from gptlite.estimate.hardware import describe  # noqa: E402
+from gptlite.estimate.step import lower_step  # noqa: E402
 from gptlite.generation.generate import (  # noqa: E402
     Chunk,
     Part,
@@ -45,6 +43,7 @@ from gptlite.generation.sampling import Sampling  # noqa: E402
 from gptlite.machine.names import parse_lora  # noqa: E402
 from gptlite.machine.pytrees import is_array  # noqa: E402
 from gptlite.models.gpt import GPT  # noqa: E402
+from gptlite.nn.kernels.decoding import rearranged  # noqa: E402
 from gptlite.presets import PRESETS  # noqa: E402
 from gptlite.runs.frozen import trainable  # noqa: E402
 from gptlite.sharding import make_mesh, skeleton  # noqa: E402
