@@ -35,14 +35,15 @@ def compare(parsed: tuple[CompareArguments, dict[str, Config]]) -> None:
     seeds = list(range(arguments.seeds))
     set_up_jax(min(arguments.config.training.cpu_devices, len(seeds)))
 
+    for config in variants.values():
+        load_custom(config.model)
+
     # One text for all.
     corpus = open_corpus(data.corpus)
     tokenizer = make_tokenizer(data.tokenizer, corpus)
     if any(config.model.separate_documents for config in variants.values()):
         require_documents(corpus, tokenizer)
     split = split_corpus(corpus, tokenizer, data.validation_tokens, data.max_tokens)
-    for config in variants.values():
-        load_custom(config.model)
     for custom in {
         shlex.join(custom_arguments(config.model)): None for config in variants.values()
     }:

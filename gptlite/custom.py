@@ -25,8 +25,9 @@ from gptlite.errors import UserError, require
 from gptlite.machine.files import read_json
 from gptlite.machine.names import CUSTOM, CUSTOM_FIELDS, custom_name, is_custom, split_options
 
-# The files whose classes may be blocks; in Python, also the classes themselves.
-Custom = Sequence[str | type]
+# A file whose classes may be blocks; in Python, also the class itself; one of them, or several.
+Source = str | Path | type
+Custom = Source | Sequence[Source]
 
 
 def custom_blocks(config: ModelConfig) -> dict[str, str]:
@@ -49,6 +50,9 @@ def with_custom(config: Config, custom: Custom, *, read: bool = False) -> Config
 
     **Raises:** `UserError` if no file in `custom` has a class, or two have it.
     """
+    for source in _sources(custom):
+        if not isinstance(source, type):
+            _classes(source)  # also of a file that is not needed: its name may be mistyped
     named = {}
     for field, value in custom_blocks(config.model).items():
         name, _ = split_options(value)
@@ -72,42 +76,56 @@ def find_custom(name: str, custom: Custom, *, read: bool = False, where: str = "
 
 def _files_with(cls: str, custom: Custom) -> list[str]:
     """FILE.py:CLASS for each of `custom` that has a class of that name."""
-    found = []
-    for source in custom:
+    found = {}
+    for source in _sources(custom):
         if isinstance(source, type):
             if source.__qualname__ == cls:
                 CUSTOM[custom_name(source)] = source
-                found.append(custom_name(source))
+                found[source] = custom_name(source)
         elif cls in _classes(source):
-            found.append(f"{source}:{cls}")
-    return list(dict.fromkeys(found))
+            found.setdefault(Path(source).resolve(), f"{source}:{cls}")
+    return list(found.values())
 
 
-def _classes(file: str) -> list[str]:
-    """The classes at the top of a file, which is not executed.
+def _sources(custom: Custom) -> Sequence[Source]:
+    return [custom] if isinstance(custom, str | Path | type) else custom
+
+
+def _classes(file: str | Path) -> list[str]:
+    """The classes of a file, which is not executed.
 
     **Raises:** `UserError` if it cannot be read as Python.
     """
     try:
-        tree = ast.parse(Path(file).read_bytes())
+        pending: list[ast.AST] = [ast.parse(Path(file).read_bytes())]
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise UserError(f"--custom {file} cannot be read as a file of Python: {error}.") from error
-    return [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+    found = []
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.ClassDef):
+            found.append(node.name)
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.expr):
+            pending += reversed(list(ast.iter_child_nodes(node)))  # also in an `if`, a `try`
+    return found
 
 
 def _wrong_custom(name: str, where: str, found: list[str], custom: Custom, read: bool) -> str:
     file, _, cls = name.rpartition(":")
     if found:
         return f"There are several classes {cls}: {', '.join(found)}. Leave all but one out."
-    files = ", ".join(x if isinstance(x, str) else x.__qualname__ for x in custom)
+    sources = _sources(custom)
+    files = ", ".join(x.__qualname__ if isinstance(x, type) else str(x) for x in sources)
     if read:
         but = f" (there is none in {files})" if files else ""
         return (
             f"The run was made with {name}, which is not gptlite's own code and is executed only "
-            f"if the command names a file with that class{but}: {shlex.join(['--custom', file])}."
+            f"if the command names a file with that class{but}: "
+            f"{shlex.join(['--custom', file or 'FILE.py'])} (in Python: custom=)."
         )
     if files:
-        return f"There is no class {cls} for {where} in {files}."
+        known = [x for source in sources if not isinstance(source, type) for x in _classes(source)]
+        return f"There is no class {cls} for {where} in {files}: it has {', '.join(known)}."
     return (
         f"There is no class {cls} for {where}: name it as FILE.py:{cls}, or give its file with "
         "--custom."

@@ -311,18 +311,23 @@ def test_the_file_of_a_run_may_be_elsewhere_or_a_class(run, file):
 def test_a_class_alone_is_found_in_the_files_that_are_named(file):
     Path("other.py").write_text("class Twice:\n    pass\n")
     config = config_with(mlp="Times:factor=3", norm="Twice")
-    found = with_custom(config, [file]).model
+    found = with_custom(config, [file, f"./{file}"]).model
+    assert found == with_custom(config, file).model == with_custom(config, [Path(file)]).model
     assert (found.mlp, found.norm) == (f"{file}:Times:factor=3", f"{file}:Twice")
     parsed = parse_train(["--custom", file, "--model.mlp", "Twice"])
     assert parsed.config.model.mlp == f"{file}:Twice"
     for mlp, custom, words in (
         ("Twice", [], "no class Twice for model.mlp: name it as FILE.py:Twice, or give its file"),
-        ("Times", ["other.py"], r"no class Times for model.mlp in other\.py"),
+        ("Times", ["other.py"], r"no class Times for model.mlp in other\.py: it has Twice"),
         ("Twice", [file, "other.py"], f"several classes Twice: {file}:Twice, other.py:Twice"),
         ("Twice", ["absent.py"], "--custom absent.py cannot be read as a file of Python"),
     ):
         with pytest.raises(UserError, match=words):
             with_custom(config_with(mlp=mlp), custom)
+    with pytest.raises(UserError, match=r"--custom absent\.py cannot be read"):
+        with_custom(config_with(), ["absent.py"])  # not needed, and mistyped
+    Path("nested.py").write_text("if True:\n    class Once:\n        pass\n")
+    assert with_custom(config_with(mlp="Once"), "nested.py").model.mlp == "nested.py:Once"
     with pytest.raises(UserError, match=r"no class Twice for a block: name it as FILE\.py"):
         load_custom(config_with(norm="Twice").model)
     assert not Path("executed").exists()

@@ -67,6 +67,20 @@ def test_a_run_generates_the_text_of_sample(place, monkeypatch):
     assert short == text[: text.index(stop)]
     greedy = run.generate("the", max_new_tokens=9, greedy=True)
     assert greedy == run.generate("the", max_new_tokens=9, greedy=True, seed=7)
+    with pytest.raises(gl.UserError, match="weights must be best or last, got 'lats'"):
+        gl.load("new", "lats")  # pyright: ignore[reportArgumentType]
+    wrongs: list[tuple[dict[str, Any], str]] = [
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+        ({"seed": -1}, "seed must be at least 0"),
+        ({"seed": 1.5}, "seed must be int"),
+        ({"stop": "the"}, "stop must be a list of strings, got 'the'"),
+        ({"top_p": 2.0}, "top_p must be"),
+    ]
+    for wrong, words in wrongs:
+        with pytest.raises(gl.UserError, match=words):
+            run.stream("the", **wrong)
+    with pytest.raises(gl.UserError, match="is not in the vocabulary"):
+        run.stream("🙂")
     with pytest.raises(gl.UserError, match="The prompt is empty"):
         run.generate("")
     with pytest.raises(gl.UserError, match="temperature must be"):

@@ -84,6 +84,7 @@ def estimate(arguments: EstimateArguments) -> None:
     if arguments.devices is not None:
         hardware, devices = describe(arguments.devices)
     set_up_jax(usable_cpu_devices(training, config.mesh) if hardware is None else 1)
+    load_custom(config.model)
     begun_from = arguments.init_from
     if begun_from is not None and begun_from.startswith("hf:"):
         from gptlite.hugging_face.folder import load_hf_tokenizer
@@ -94,7 +95,6 @@ def estimate(arguments: EstimateArguments) -> None:
         tokenizer = load_tokenizer(find_run(begun_from))
     else:
         tokenizer = make_tokenizer(config.data.tokenizer, open_corpus(config.data.corpus))
-    load_custom(config.model)
     model = abstract_model(config.model, tokenizer)
     trained = trainable(config, model)
     mesh = make_mesh(**vars(config.mesh), devices=devices)

@@ -36,6 +36,7 @@ def load(
     **Raises:** `UserError` if there is no such model, a file is missing, damaged or of another
     shape than the config says, or a custom block is in none of the files.
     """
+    require(weights in ("best", "last"), f"weights must be best or last, got {weights!r}.")
     name = None if name is None else str(name)
     if name is not None and (name.startswith("hf:") or _is_hf(Path(name))):
         from gptlite.hugging_face.folder import load_hf  # its imports take time

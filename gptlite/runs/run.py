@@ -4,10 +4,13 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from gptlite.config import Config, SamplingConfig
+from gptlite.errors import require
 from gptlite.generation.generate import PreparedModel, prepare
-from gptlite.generation.text import stream_texts
+from gptlite.generation.text import prompt_ids, stream_texts
+from gptlite.machine.fields import MAX_INT32, Between, check_value
 from gptlite.models.gpt import GPT
 from gptlite.text.tokenizer import Tokenizer
 
@@ -73,9 +76,13 @@ class Run:
     def _pieces(
         self, prompt: str, tokens: int, sampling: SamplingConfig, seed: int, stop: Sequence[str]
     ) -> Iterator[str]:
+        check_value("max_new_tokens", tokens, Annotated[int, Between(1, MAX_INT32)])
+        check_value("seed", seed, Annotated[int, Between(0, MAX_INT32)])
+        require(not isinstance(stop, str), f"stop must be a list of strings, got {stop!r}.")
+        prompt_ids(self.tokenizer, prompt)  # raises here, and not at the first piece
         options = {"max_new_tokens": tokens, "sampling": sampling, "seed": seed, "stop": stop}
-        for (piece,) in stream_texts(self._prepared, self.tokenizer, prompt, **options):
-            yield piece
+        texts = stream_texts(self._prepared, self.tokenizer, prompt, **options)
+        return (piece for (piece,) in texts)
 
     @functools.cached_property
     def _prepared(self) -> PreparedModel:

@@ -188,6 +188,7 @@ def start_run(arguments: TrainArguments) -> Iterator["TrainingRun"]:
         folder = stack.enter_context(RunFolder(path, options))
         if arguments.resume is not None:
             folder.open()
+        load_custom(config.model)  # before what takes time
         corpus = open_corpus(config.data.corpus)
         data = dataclasses.replace(config.data, corpus=corpus.name)  # not `auto`
         config = dataclasses.replace(config, data=data)
@@ -200,7 +201,6 @@ def start_run(arguments: TrainArguments) -> Iterator["TrainingRun"]:
             start = New(arguments, corpus)
         if config.model.separate_documents:
             require_documents(corpus, start.tokenizer)
-        load_custom(config.model)
         check_tensor(config.mesh.shape(jax.device_count())[2], config.model)
         yield TrainingRun(config, corpus, start, folder, stack, trackers, setting_up)
 

@@ -181,14 +181,14 @@ class TrainSteps:
 
         **Raises:** `UserError` if the batch does not fit: see `check_batch`.
         """
-        self.check_batch(batch)
+        self.check_batch(batch, int(np.max(np.asarray(state.step))))
         batches = jax.tree.map(
             lambda x: np.zeros((self.capacity, *np.shape(x)), np.asarray(x).dtype), batch
         )
         with jax.set_mesh(self.mesh):
             self._run.lower(self._data(batches, 0), state).compile()
 
-    def check_batch(self, batch: PyTree, step: int = 0) -> None:
+    def check_batch(self, batch: PyTree, step: int) -> None:
         """**Raises:** `UserError` if the batch of a step does not begin with an axis of this
         process's rows, or has an id that is not in the vocabulary."""
         wanted = (*self._seeds.shape, len(self.rows))
@@ -198,8 +198,7 @@ class TrainSteps:
             what = "training.batch_size" if is_whole else "this process's rows"
             kind = jax.tree.map(lambda x: f"{np.asarray(x).dtype}{list(np.shape(x))}", batch)
             raise UserError(
-                f"Batches must begin with an axis of {what}, {wanted[-1]}, and have the same "
-                f"shapes and dtypes at every step, got {kind} at step {step}."
+                f"Batches must begin with an axis of {what}, {wanted[-1]}; at step {step}: {kind}."
             )
         if self.vocab_size is not None and np.max(leaves[0]) >= self.vocab_size:
             raise UserError(

@@ -99,7 +99,7 @@ def test_a_loss_that_is_not_finite_is_said(model):
     ],
 )
 def test_batches_of_another_shape_are_said(model, bad):
-    words = r"an axis of training.batch_size, 8, and have the same|must have the same shapes"
+    words = r"an axis of training.batch_size, 8; at step|must have the same shapes"
     with pytest.raises(UserError, match=words):
         train(model, losses, bad, OptimizerConfig(), TRAINING)
 
