@@ -24,7 +24,7 @@ def train(arguments: gl.TrainArguments) -> None:
             split.train, training.batch_size, context_length, training.seed, steps.rows
         )
         evaluate = gl.Evaluation(split.validation, context_length, mesh)
-        state = run.state(steps, split)  # drawn from the seed, loaded, or restored
+        state = run.state(steps, model, split)  # drawn from the seed, loaded, or restored
         steps.compile(state, batches(run.position.step))
         run.create_folder(state, split)  # now: a model that cannot be trained has changed no file
 

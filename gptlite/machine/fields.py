@@ -1,5 +1,6 @@
 """What a field's annotation says of it: its bounds, and when it may change."""
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
@@ -15,12 +16,12 @@ MAX_INT32 = 2**31 - 1
 MAX_FLOAT32 = 3.4e38
 
 
-class Rule:
+class Rule(abc.ABC):
     """A note in `Annotated` that a value must keep to."""
 
+    @abc.abstractmethod
     def check(self, name: str, value: Any) -> None:
         """**Raises:** `UserError`, which names the field, if `value` breaks the rule."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -38,12 +38,13 @@ from gptlite.machine.progress import log
 from gptlite.machine.pytrees import count_parameters, size_of
 from gptlite.machine.runtime import set_up_jax, usable_cpu_devices
 from gptlite.machine.stop import Stop
+from gptlite.models.gpt import GPT
 from gptlite.runs.display import Display
 from gptlite.runs.find import check_free, find_run, new_run
 from gptlite.runs.folder import RunFolder
 from gptlite.runs.frozen import frozen_in
 from gptlite.runs.load import load
-from gptlite.runs.model import abstract_model, make_model
+from gptlite.runs.model import make_model
 from gptlite.runs.plots import losses, save_picture
 from gptlite.runs.run import Run
 from gptlite.runs.tokenizers import load_tokenizer, make_tokenizer
@@ -65,8 +66,8 @@ class Start(Protocol):
     position: Position
     """Where training continues: known when the state is."""
 
-    def state(self, steps: TrainSteps, split: Split, key: Key[Array, ""]) -> TrainState:
-        """The state before the next step. `key`: for random numbers."""
+    def state(self, steps: TrainSteps, model: GPT, split: Split, key: Key[Array, ""]) -> TrainState:
+        """The state before the next step. `model`: its shapes. `key`: for random numbers."""
         ...
 
     def write(self, folder: RunFolder, config: Config, split: Split, state: TrainState) -> None:
@@ -86,12 +87,12 @@ class New:
     def _make_tokenizer(self, corpus: Corpus | Documents) -> Tokenizer:
         return make_tokenizer(self._config.data.tokenizer, corpus)
 
-    def state(self, steps: TrainSteps, split: Split, key: Key[Array, ""]) -> TrainState:
-        model = self._config.model
+    def state(self, steps: TrainSteps, model: GPT, split: Split, key: Key[Array, ""]) -> TrainState:
+        config = self._config.model
         # The program runs once. XLA's optimization level 0 halves the time to compile it.
         # (`eqx.filter_jit` passes `compiler_options` to `jax.jit`. Its annotations omit it.)
         draw = eqx.filter_jit(  # pyright: ignore[reportCallIssue]
-            lambda key: constrain_parameters(make_model(model, self.tokenizer, key=key)),
+            lambda key: constrain_parameters(make_model(config, self.tokenizer, key=key)),
             compiler_options={"xla_backend_optimization_level": 0},
         )
         with jax.set_mesh(steps.mesh):
@@ -116,17 +117,16 @@ class BegunFrom(New):
         assert self._source is not None
         return self._source.tokenizer
 
-    def state(self, steps: TrainSteps, split: Split, key: Key[Array, ""]) -> TrainState:
+    def state(self, steps: TrainSteps, model: GPT, split: Split, key: Key[Array, ""]) -> TrainState:
         assert self._source is not None
-        config, model = self._config.model, self._source.model
+        config, given = self._config.model, self._source.model
         self._source = None  # frees its arrays when they are copied
         if config.lora is not None:
             from gptlite.adapters import with_adapters
 
-            model = with_adapters(model, parse_lora(config.lora), key=key)
-        skeleton = abstract_model(config, self.tokenizer)
-        state = steps.init(fill(skeleton, named_arrays(model), f"The weights of {self._name}"))
-        del model
+            given = with_adapters(given, parse_lora(config.lora), key=key)
+        state = steps.init(fill(model, named_arrays(given), f"The weights of {self._name}"))
+        del given
         loss = float(Evaluation(split.validation, config.context_length, steps.mesh)(state.model))
         log(
             f"starting from the weights of {self._name}: validation loss {loss:.4f} nats per token "
@@ -144,8 +144,8 @@ class Resumed:
         self._folder, self._config = folder, config
         self.tokenizer = load_tokenizer(folder.path)
 
-    def state(self, steps: TrainSteps, split: Split, key: Key[Array, ""]) -> TrainState:
-        skeleton = steps.skeleton(abstract_model(self._config.model, self.tokenizer))
+    def state(self, steps: TrainSteps, model: GPT, split: Split, key: Key[Array, ""]) -> TrainState:
+        skeleton = steps.skeleton(model)
         checkpoint = self._folder.find_checkpoint(skeleton, self._config, split.sha256)
         self.position, self._record = checkpoint.record.position, checkpoint.record
         check_same("checkpoints", {"the step": str(self.position.step)})
@@ -241,10 +241,10 @@ class TrainingRun:
         """Where training continues, once there is a state."""
         return self._start.position
 
-    def state(self, steps: TrainSteps, split: Split) -> TrainState:
+    def state(self, steps: TrainSteps, model: GPT, split: Split) -> TrainState:
         """The state before the next step: drawn from the seed, filled with the weights of another
         model, or restored from a checkpoint. Says what is trained, where, and on what. From here
-        on, the first signal to stop ends training after a step.
+        on, the first signal to stop ends training after a step. `model`: its shapes.
 
         **Raises:** `UserError` if it does not fit into memory, or cannot be loaded.
         """
@@ -255,11 +255,10 @@ class TrainingRun:
             f"{self.corpus.name}: {len(split.train):,} training tokens, {len(split.validation):,} "
             f"validation tokens, vocabulary {self.tokenizer.vocab_size:,}"
         )
-        shapes = abstract_model(self.config.model, self.tokenizer)
-        require_memory("The training state", size_of(steps.skeleton(shapes)))
-        state = self._start.state(steps, split, self._model_key)
-        self._parameters = count_parameters(shapes)
-        trained = count_parameters(eqx.filter(shapes, steps.trainable))
+        require_memory("The training state", size_of(steps.skeleton(model)))
+        state = self._start.state(steps, model, split, self._model_key)
+        self._parameters = count_parameters(model)
+        trained = count_parameters(eqx.filter(model, steps.trainable))
         note = "" if trained == self._parameters else f", of which {trained:,} are trained,"
         step = self.position.step
         log(
