@@ -26,9 +26,9 @@ def compare(parsed: tuple[CompareArguments, dict[str, Config]]) -> None:
     from gptlite.research import plots
     from gptlite.research.comparison import Comparison
     from gptlite.research.report import table, to_csv
+    from gptlite.runs.corpora import load_corpus
     from gptlite.runs.plots import save_picture
     from gptlite.runs.tokenizers import make_tokenizer
-    from gptlite.text.corpus import open_corpus
     from gptlite.text.tokens import require_documents, split_corpus
 
     data = arguments.config.data
@@ -39,7 +39,7 @@ def compare(parsed: tuple[CompareArguments, dict[str, Config]]) -> None:
         load_custom(config.model)
 
     # One text for all.
-    corpus = open_corpus(data.corpus)
+    corpus = load_corpus(data.corpus)
     tokenizer = make_tokenizer(data.tokenizer, corpus)
     if any(config.model.separate_documents for config in variants.values()):
         require_documents(corpus, tokenizer)

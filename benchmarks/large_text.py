@@ -30,8 +30,8 @@ DOCUMENT = 2000  # characters
 def encode(path: Path, kind: str, folder: Path) -> dict[str, float]:
     """Megabytes a second, and memory, from the file to its ids."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    from gptlite.runs.corpora import load_corpus
     from gptlite.runs.tokenizers import make_tokenizer
-    from gptlite.text.corpus import open_corpus
     from gptlite.text.tokens import split_corpus
 
     name = f"hf:{path}" if path.suffix == ".jsonl" else str(path)
@@ -43,7 +43,7 @@ def encode(path: Path, kind: str, folder: Path) -> dict[str, float]:
 
     threading.Thread(target=watch, daemon=True).start()
     start = time.perf_counter()
-    corpus = open_corpus(name)
+    corpus = load_corpus(name)
     tokenizer = make_tokenizer(kind, corpus)
     read = time.perf_counter()
     split_corpus(corpus, tokenizer, folder=folder)
@@ -61,12 +61,12 @@ def encode(path: Path, kind: str, folder: Path) -> dict[str, float]:
 def encode_alone(path: Path, kind: str) -> float:
     """Megabytes a second of the tokenizer, on documents that are in memory."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    from gptlite.runs.corpora import load_corpus
     from gptlite.runs.tokenizers import make_tokenizer
-    from gptlite.text.corpus import open_corpus
 
     with path.open(encoding="utf-8") as file:
         texts = [json.loads(line)["text"] for line, _ in zip(file, range(5000), strict=False)]
-    tokenizer = make_tokenizer(kind, open_corpus(f"hf:{path}"))
+    tokenizer = make_tokenizer(kind, load_corpus(f"hf:{path}"))
     tokenizer.encode(texts[0])
     start = time.perf_counter()
     for text in texts:
@@ -84,10 +84,10 @@ def train(name: str, folder: Path) -> Round:
     from gptlite.config import OptimizerConfig, TrainingConfig
     from gptlite.models.gpt import GPT
     from gptlite.presets import PRESETS
+    from gptlite.runs.corpora import load_corpus
     from gptlite.runs.tokenizers import make_tokenizer
     from gptlite.sharding import make_mesh
     from gptlite.text.batches import Batches
-    from gptlite.text.corpus import load_corpus
     from gptlite.text.tokens import split_corpus
     from gptlite.training.fit import fit
     from gptlite.training.step import TrainSteps
@@ -121,7 +121,7 @@ def main() -> None:
     arguments = parser.parse_args()
     from gptlite.errors import UserError
     from gptlite.presets import PRESETS
-    from gptlite.text.corpus import load_corpus
+    from gptlite.runs.corpora import load_corpus
 
     print_machine()
     small = load_corpus("auto")

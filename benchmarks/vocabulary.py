@@ -67,8 +67,8 @@ def encode(arguments: argparse.Namespace) -> list[list[str]]:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     from gptlite.errors import UserError
     from gptlite.hugging_face.tokenizer import HFTokenizer, to_hf_tokenizer
+    from gptlite.runs.corpora import load_corpus
     from gptlite.runs.tokenizers import make_tokenizer
-    from gptlite.text.corpus import load_corpus
 
     corpus = load_corpus(arguments.corpora[0])
     text = corpus.text

@@ -30,8 +30,8 @@ from gptlite.machine.pytrees import is_parameter
 from gptlite.machine.runtime import set_up_jax
 from gptlite.models.gpt import GPT
 from gptlite.nn import Embedding
+from gptlite.runs.corpora import load_corpus
 from gptlite.text.batches import Batches, split_windows
-from gptlite.text.corpus import load_corpus
 from gptlite.training.loss import window_losses
 
 WORDS = 2_000

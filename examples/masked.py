@@ -28,7 +28,7 @@ from gptlite.family.train import train
 from gptlite.machine.pytrees import count_parameters
 from gptlite.machine.runtime import set_up_jax
 from gptlite.nn import Linear
-from gptlite.text.corpus import load_corpus
+from gptlite.runs.corpora import load_corpus
 from gptlite.text.tokenizer import CharTokenizer
 from gptlite.training.loss import cross_entropy
 

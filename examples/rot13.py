@@ -28,7 +28,7 @@ from gptlite.family.seq2seq import Seq2Seq, shift_right
 from gptlite.family.train import train
 from gptlite.machine.pytrees import count_parameters
 from gptlite.machine.runtime import set_up_jax
-from gptlite.text.corpus import load_corpus
+from gptlite.runs.corpora import load_corpus
 from gptlite.training.loss import cross_entropy
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

@@ -22,7 +22,6 @@ from .family.seq2seq import Seq2Seq as Seq2Seq
 from .family.train import train as train
 from .generation.generate import generate as generate, stream as stream
 from .generation.text import prompt_ids as prompt_ids, stream_texts as stream_texts
-from .hugging_face.documents import documents as documents
 from .hugging_face.folder import export_run as export_run
 from .inspect.attention_maps import attention_maps as attention_maps
 from .inspect.logit_lens import logit_lens as logit_lens
@@ -32,6 +31,7 @@ from .machine.runtime import set_up_jax as set_up_jax
 from .models.gpt import GPT as GPT
 from .presets import PRESETS as PRESETS
 from .research.check_block import check_block as check_block
+from .runs.corpora import load_corpus as load_corpus
 from .runs.frozen import trainable as trainable
 from .runs.load import load as load
 from .runs.model import abstract_model as abstract_model, make_model as make_model
@@ -40,7 +40,7 @@ from .runs.start import start_run as start_run
 from .runs.tokenizers import make_tokenizer as make_tokenizer
 from .sharding import make_mesh as make_mesh
 from .text.batches import Batches as Batches
-from .text.corpus import load_corpus as load_corpus, text_corpus as text_corpus
+from .text.corpus import documents as documents, text_corpus as text_corpus
 from .text.tokens import split_corpus as split_corpus
 from .training.evaluate import Evaluation as Evaluation
 from .training.fit import fit as fit

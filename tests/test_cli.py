@@ -260,7 +260,7 @@ def test_a_corpus_that_is_no_text_is_refused(corpus, words, tmp_path, monkeypatc
     ids=["crlf", "mark", "combining", "pieces"],
 )
 def test_odd_but_proper_text_is_taken_as_it_is(text, kept, tmp_path):
-    from gptlite.text.corpus import load_corpus
+    from gptlite.runs.corpora import load_corpus
 
     (tmp_path / "a.txt").write_bytes(text.encode())
     corpus = load_corpus(str(tmp_path / "a.txt"))

@@ -71,12 +71,12 @@ def estimate(arguments: EstimateArguments) -> None:
     from gptlite.estimate.step import compile_step, rows_at_once
     from gptlite.inspect.summary import summary
     from gptlite.machine.runtime import set_up_jax, usable_cpu_devices
+    from gptlite.runs.corpora import load_corpus
     from gptlite.runs.find import find_run
     from gptlite.runs.frozen import trainable
     from gptlite.runs.model import abstract_model
     from gptlite.runs.tokenizers import load_tokenizer, make_tokenizer
     from gptlite.sharding import check_tensor, make_mesh
-    from gptlite.text.corpus import open_corpus
     from gptlite.training.step import TrainSteps
 
     config, training = arguments.config, arguments.config.training
@@ -94,7 +94,7 @@ def estimate(arguments: EstimateArguments) -> None:
     elif begun_from is not None:
         tokenizer = load_tokenizer(find_run(begun_from))
     else:
-        tokenizer = make_tokenizer(config.data.tokenizer, open_corpus(config.data.corpus))
+        tokenizer = make_tokenizer(config.data.tokenizer, load_corpus(config.data.corpus))
     model = abstract_model(config.model, tokenizer)
     trained = trainable(config, model)
     mesh = make_mesh(**vars(config.mesh), devices=devices)

@@ -13,8 +13,7 @@ import tokenizers
 from gptlite.hugging_face.tokenizer import BYTE_CHARACTERS, SPLITS, byte_level
 from gptlite.machine.names import BPE_SIZES
 from gptlite.machine.progress import log, progress_bar
-from gptlite.text.corpus import Corpus, split_at, take
-from gptlite.text.documents import Documents
+from gptlite.text.corpus import Corpus
 from gptlite.text.tokenizer import END_OF_TEXT, PATTERNS, TiktokenTokenizer
 
 # The split of GPT-4's encoding.
@@ -25,7 +24,7 @@ SAMPLE = 2**26
 PIECE = 2**14
 
 
-def train_bpe(corpus: Corpus | Documents, size: int, *, sample: int = SAMPLE) -> TiktokenTokenizer:
+def train_bpe(corpus: Corpus, size: int, *, sample: int = SAMPLE) -> TiktokenTokenizer:
     """An encoding with `size` tokens: the bytes, merges of the training part of `corpus`, and, if
     there is room for more than the bytes, `<|endoftext|>`. The same text gives the same encoding.
 
@@ -64,36 +63,26 @@ def train_bpe(corpus: Corpus | Documents, size: int, *, sample: int = SAMPLE) ->
     )
 
 
-def _sampled(corpus: Corpus | Documents, sample: int) -> Iterator[str]:
-    if isinstance(corpus, Documents):
-        yield from _beginning(corpus, sample)
-        return
-    total = corpus.training_characters
-    if total > sample:
+def _sampled(corpus: Corpus, sample: int) -> Iterator[str]:
+    """Pieces of what is for training."""
+    characters = corpus.characters
+    total = None if characters is None else int(0.9 * characters)
+    if total is not None and total > sample:
         log(
             f"The tokenizer is trained on {sample:,} of {total:,} characters, from all of the text."
         )
     place = taken = 0
-    with progress_bar("training the tokenizer", total, unit=" characters", delay=2.0) as bar:
-        for piece in take(total, split_at(total, corpus.pieces())):
+    bar = progress_bar("training the tokenizer", total or sample, unit=" characters", delay=2.0)
+    with bar:
+        for piece in (x for is_held_out, part in corpus.parts() if not is_held_out for x in part):
             for start in range(0, len(piece), PIECE):
                 part = piece[start : start + PIECE]
-                # So much of what has been read is to be taken.
-                if taken * total <= place * sample or total <= sample:
+                # So much of what has been read is to be taken; of a dataset, everything.
+                if total is None or taken * total <= place * sample or total <= sample:
                     taken += len(part)
                     yield part
                 place += len(part)
             bar.update(len(piece))
-
-
-def _beginning(documents: Documents, sample: int) -> Iterator[str]:
-    taken = 0
-    with progress_bar("training the tokenizer", sample, unit=" characters", delay=2.0) as bar:
-        for text in documents.read_training():
-            for start in range(0, len(text), PIECE):
-                yield text[start : start + PIECE]
-            taken += len(text)
-            bar.update(len(text))
-            if taken >= sample:
+            if total is None and taken >= sample:
                 log(f"The tokenizer is trained on the first {taken:,} characters.")
                 return

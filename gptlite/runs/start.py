@@ -39,6 +39,7 @@ from gptlite.machine.pytrees import count_parameters, size_of
 from gptlite.machine.runtime import set_up_jax, usable_cpu_devices
 from gptlite.machine.stop import Stop
 from gptlite.models.gpt import GPT
+from gptlite.runs.corpora import load_corpus
 from gptlite.runs.display import Display
 from gptlite.runs.find import check_free, find_run, new_run
 from gptlite.runs.folder import RunFolder
@@ -50,8 +51,7 @@ from gptlite.runs.run import Run
 from gptlite.runs.tokenizers import load_tokenizer, make_tokenizer
 from gptlite.runs.weights import fill, gather_to_first, named_arrays
 from gptlite.sharding import check_tensor, constrain_parameters
-from gptlite.text.corpus import Corpus, open_corpus
-from gptlite.text.documents import Documents
+from gptlite.text.corpus import Corpus
 from gptlite.text.tokenizer import Tokenizer
 from gptlite.text.tokens import Split, require_documents
 from gptlite.training.evaluate import Evaluation, bits_per_byte
@@ -80,11 +80,11 @@ class New:
 
     position = Position()
 
-    def __init__(self, arguments: TrainArguments, corpus: Corpus | Documents):
+    def __init__(self, arguments: TrainArguments, corpus: Corpus):
         self._config, self._overwrite = arguments.config, arguments.overwrite
         self.tokenizer = self._make_tokenizer(corpus)
 
-    def _make_tokenizer(self, corpus: Corpus | Documents) -> Tokenizer:
+    def _make_tokenizer(self, corpus: Corpus) -> Tokenizer:
         return make_tokenizer(self._config.data.tokenizer, corpus)
 
     def state(self, steps: TrainSteps, model: GPT, split: Split, key: Key[Array, ""]) -> TrainState:
@@ -108,12 +108,12 @@ class New:
 class BegunFrom(New):
     """From the weights of another model: with its tokenizer, and otherwise new."""
 
-    def __init__(self, arguments: TrainArguments, corpus: Corpus | Documents):
+    def __init__(self, arguments: TrainArguments, corpus: Corpus):
         self._name = str(arguments.init_from)
         self._source: Run | None = load(self._name, custom=arguments.custom)
         super().__init__(arguments, corpus)
 
-    def _make_tokenizer(self, corpus: Corpus | Documents) -> Tokenizer:
+    def _make_tokenizer(self, corpus: Corpus) -> Tokenizer:
         assert self._source is not None
         return self._source.tokenizer
 
@@ -189,7 +189,7 @@ def start_run(arguments: TrainArguments) -> Iterator["TrainingRun"]:
         if arguments.resume is not None:
             folder.open()
         load_custom(config.model)  # before what takes time
-        corpus = open_corpus(config.data.corpus)
+        corpus = load_corpus(config.data.corpus)
         data = dataclasses.replace(config.data, corpus=corpus.name)  # not `auto`
         config = dataclasses.replace(config, data=data)
         start: Start
@@ -211,7 +211,7 @@ class TrainingRun:
     def __init__(
         self,
         config: Config,
-        corpus: Corpus | Documents,
+        corpus: Corpus,
         start: Start,
         folder: RunFolder,
         stack: contextlib.ExitStack,

@@ -12,8 +12,7 @@ import tiktoken
 from gptlite.errors import UserError, require
 from gptlite.machine.files import read_json
 from gptlite.machine.names import parse_bpe
-from gptlite.text.corpus import Corpus
-from gptlite.text.documents import Documents
+from gptlite.text.corpus import Corpus, scan
 from gptlite.text.tokenizer import (
     MAX_TOKENIZER,
     ByteTokenizer,
@@ -24,7 +23,7 @@ from gptlite.text.tokenizer import (
 )
 
 
-def make_tokenizer(name: str, corpus: Corpus | Documents | None = None) -> Tokenizer:
+def make_tokenizer(name: str, corpus: Corpus | None = None) -> Tokenizer:
     """The tokenizer that `--data.tokenizer` names. `char` and `bpe` are made from `corpus`.
 
     **Raises:** `UserError` if there is none of that name, its files cannot be read or fetched, or
@@ -49,10 +48,16 @@ def make_tokenizer(name: str, corpus: Corpus | Documents | None = None) -> Token
     require(corpus is not None, f"The tokenizer {name} is made from a text: give a corpus.")
     assert corpus is not None
     if name == "char":
-        return CharTokenizer(corpus.alphabet)
+        return CharTokenizer(corpus.alphabet or _alphabet(corpus))
     from gptlite.hugging_face.bpe import train_bpe
 
     return train_bpe(corpus, size)
+
+
+def _alphabet(documents: Corpus) -> str:
+    """The distinct characters of a dataset, and the end of a line, which follows each document."""
+    _, _, characters = scan(documents.read(None))
+    return "".join(sorted({*characters, "\n"}))
 
 
 def _fetch_tiktoken(name: str) -> TiktokenTokenizer:

@@ -39,8 +39,6 @@ MAX_TOKENIZER = 2**26
 END_OF_TEXT = "<|endoftext|>"
 
 Ids = Integer[np.ndarray, " tokens"]
-# Of a text: for training, and for validation.
-Parts = tuple[Integer[np.ndarray, " train"], Integer[np.ndarray, " validation"]]
 
 
 @runtime_checkable
@@ -109,11 +107,10 @@ def encode_pieces(tokenizer: Tokenizer, pieces: Iterator[str]) -> Iterator[Ids]:
     """The ids of a text in pieces; pieces are joined and cut where their tokens allow it."""
     rest = ""
     for piece in pieces:
-        rest += piece
-        cut = tokenizer.boundary(rest)
-        if cut:
+        if cut := tokenizer.boundary(rest):
             yield tokenizer.encode(rest[:cut])
             rest = rest[cut:]
+        rest += piece
     if rest:
         yield tokenizer.encode(rest)
 

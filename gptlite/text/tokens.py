@@ -1,12 +1,18 @@
-"""Text to ids: a small corpus in memory, a large one in a memory-mapped file."""
+"""A corpus as ids: a small text in memory, all else in files that are mapped into it."""
 
+import contextlib
 import hashlib
+import io
+import itertools
 import json
+import mmap
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import tiktoken
 from filelock import AcquireReturnProxy
@@ -14,18 +20,20 @@ from jaxtyping import Integer
 
 from gptlite.config import DataConfig
 from gptlite.errors import UserError, require
-from gptlite.machine.files import lock, read_json, sha256_of, write_json
+from gptlite.machine.files import lock
 from gptlite.machine.progress import log, progress_bar
-from gptlite.text.corpus import DATA_FOLDER, Corpus, split_at, take
-from gptlite.text.documents import Documents
-from gptlite.text.stream import Stream, mapped
-from gptlite.text.tokenizer import Ids, Parts, Tokenizer, encode_pieces
+from gptlite.machine.records import read_record, write_record
+from gptlite.text.corpus import DATA_FOLDER, Corpus
+from gptlite.text.tokenizer import Ids, Tokenizer, encode_pieces
 
-# Characters up to which a corpus is kept in memory: at most 64 MB of ids.
+# Characters up to which a text is kept in memory: at most 64 MB of ids.
 IN_MEMORY = 2**24
 
+# Ids between two entries of the journal: what a process that is killed loses.
+SEGMENT = 2**22
+
 # The version of the code that makes ids of texts. A change of it makes files of ids anew.
-ENCODING = 1
+ENCODING = 2
 
 # How long to wait for another process that encodes the same text.
 LOCK_SECONDS = 3600.0
@@ -48,7 +56,7 @@ class Split:
 
 
 def split_corpus(
-    corpus: Corpus | Documents,
+    corpus: Corpus,
     tokenizer: Tokenizer,
     validation_tokens: int = DataConfig.validation_tokens,
     max_tokens: int | None = None,
@@ -56,57 +64,61 @@ def split_corpus(
     folder: Path = DATA_FOLDER / "tokens",
     in_memory: int = IN_MEMORY,
 ) -> Split:
-    """The first 90 % of the characters of `corpus` for training, the first `validation_tokens` of
-    the rest for validation. The two parts are encoded separately.
+    """The parts of `corpus` as ids, for training and for validation: see `Corpus.parts`. Each part
+    is encoded separately. After each document follows the end of a text, if the tokenizer has one.
 
-    A corpus of more than `in_memory` characters is encoded piece by piece into a file in `folder`.
-    Its name is made of the checksums of text and tokenizer, so that it is encoded only once.
+    All but a text of at most `in_memory` characters is encoded piece by piece into files in
+    `folder`. Their name is made of the checksums of text and tokenizer, so that it is encoded only
+    once. The encoding of a dataset that was interrupted goes on where it was.
 
-    Documents of a dataset are encoded one by one into such a file, with the end of a text after
-    each, if the tokenizer has one. Every tenth is for validation, until there are
-    `validation_tokens` (of fewer than ten, the last tenth of the ids).
+    `validation_tokens`: for validation, the first so many. Further documents are for training. (Of
+    fewer than ten documents, the last tenth of the ids is for validation.)
 
     `max_tokens`: of those for training, the first so many. No more of a dataset is read.
 
-    **Raises:** `UserError` if a character is not in the vocabulary or the file cannot be written.
+    **Raises:** `UserError` if a character is not in the vocabulary or a file cannot be written.
     """
-    if isinstance(corpus, Documents):
-        return _streamed(corpus, tokenizer, validation_tokens, max_tokens, folder)
-    if corpus.characters <= in_memory:
-        parts = {True: [np.zeros(0, np.int32)], False: [np.zeros(0, np.int32)]}
-        for is_train, ids in _encoded(corpus, tokenizer, validation_tokens):
-            parts[is_train].append(ids)
-        train, validation = np.concatenate(parts[True]), np.concatenate(parts[False])
-        size = _bytes_of(validation, tokenizer)
-        return Split(train[:max_tokens], validation, size, corpus.sha256, corpus.characters)
-    spec = [ENCODING, tiktoken.__version__]
-    spec += [corpus.sha256, tokenizer.to_json(), validation_tokens]
-    key = _key(spec)
-    path, meta = folder / f"{key}.ids", folder / f"{key}.json"
-    try:
-        # One process writes, the others wait for it.
-        with _locked(folder / f".{key}.lock"):
-            split = _mapped(path, meta, tokenizer)
-            if split is None:
-                log(f"encoding {corpus.characters:,} characters, once, into {path}")
-                _write(path, meta, corpus, tokenizer, validation_tokens)
-                split = _mapped(path, meta, tokenizer)
-    except OSError as error:
-        raise UserError(f"The ids of {corpus.name} cannot be kept in {folder}: {error}.") from error
-    assert split is not None
-    train, validation = split
-    size = _bytes_of(validation, tokenizer)
-    return Split(train[:max_tokens], validation, size, corpus.sha256, corpus.characters)
+    is_dataset = corpus.characters is None
+    limits = (max_tokens if is_dataset else None, validation_tokens)
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+    if corpus.characters is not None and corpus.characters <= in_memory:
+        store = _Store(None, dtype, limits)
+        _encode(corpus, tokenizer, store)
+    else:
+        spec = [ENCODING, tiktoken.__version__, corpus.version, tokenizer.to_json(), *limits]
+        path = folder / hashlib.sha256(json.dumps(spec).encode("ascii")).hexdigest()[:32]
+        try:
+            # One process writes, the others wait for it.
+            with _locked(path.with_name(f".{path.name}.lock")):
+                store = _Store(path, dtype, limits)
+                if not store.journal.is_finished:
+                    log(f"encoding {corpus.name}, once, into {path}.train")
+                    _encode(corpus, tokenizer, store)
+        except OSError as error:
+            message = f"The ids of {corpus.name} cannot be kept in {folder}: {error}."
+            raise UserError(message) from error
+    train, validation = store.ids()
+    require(not is_dataset or len(train) > 1, f"{corpus.name} is empty.")
+    if is_dataset and len(validation) < 2:  # fewer than ten documents
+        cut = int(0.9 * len(train))
+        train, validation = train[:cut], train[cut:][:validation_tokens].astype(np.int32)
+    lengths = np.array([len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)])
+    return Split(
+        train[:max_tokens],
+        validation,
+        int(lengths[validation[1:]].sum()),
+        store.sha256 if is_dataset else corpus.version,
+        store.journal.characters,
+    )
 
 
-def require_documents(corpus: Corpus | Documents, tokenizer: Tokenizer) -> None:
-    """What `model.separate_documents` needs of a text.
+def require_documents(corpus: Corpus, tokenizer: Tokenizer) -> None:
+    """What `model.separate_documents` needs of a corpus.
 
     **Raises:** `UserError` if the ids of `corpus` have no token between documents.
     """
-    is_text = isinstance(corpus, Corpus) or corpus.is_text
     require(
-        not is_text,
+        not corpus.is_text,
         "model.separate_documents needs a dataset of documents, such as hf:FILE.jsonl, got the "
         f"text {corpus.name}.",
     )
@@ -117,30 +129,166 @@ def require_documents(corpus: Corpus | Documents, tokenizer: Tokenizer) -> None:
     )
 
 
-def _streamed(
-    documents: Documents,
-    tokenizer: Tokenizer,
-    validation_tokens: int,
-    max_tokens: int | None,
-    folder: Path,
-) -> Split:
-    spec = [ENCODING, tiktoken.__version__]
-    spec += [documents.name, tokenizer.to_json(), validation_tokens, max_tokens]
-    key = _key(spec)
-    sizes = (validation_tokens, max_tokens, _dtype(tokenizer))
-    try:
-        with _locked(folder / f".{key}.lock"):
-            stream = Stream(folder / key, documents, tokenizer, *sizes)
-            if not stream.is_finished:
-                log(f"encoding {documents.name}, once, into {folder / key}.train")
-                stream.append()
-            train, validation = stream.ids()
-    except OSError as error:
-        raise UserError(
-            f"The ids of {documents.name} cannot be kept in {folder}: {error}."
-        ) from error
-    size = _bytes_of(validation, tokenizer)
-    return Split(train, validation, size, stream.sha256, stream.characters)
+def _encode(corpus: Corpus, tokenizer: Tokenizer, store: "_Store") -> None:
+    """Encode what is not in `store` yet."""
+    journal, is_dataset = store.journal, corpus.characters is None
+    total, unit = (store.limits[0], " tokens") if is_dataset else (corpus.characters, " characters")
+    bar = progress_bar("encoding", total, unit=unit, done=journal.counts[0], delay=2.0)
+    after = [] if corpus.is_text else [_end_of_document(tokenizer)]
+
+    def counted(pieces: Iterator[str]) -> Iterator[str]:
+        for piece in pieces:
+            yield piece
+            journal.characters += len(piece)
+            bar.update(0 if is_dataset else len(piece))
+
+    with bar, store.opened():
+        for is_held_out, pieces in corpus.parts(journal.state, journal.parts):
+            part, pieces = int(is_held_out and not store.is_full(1)), counted(pieces)
+            for ids in itertools.chain(encode_pieces(tokenizer, pieces), after):
+                store.add(part, ids)
+                bar.update(len(ids) if is_dataset and part == 0 else 0)
+                if part and store.is_full(part):
+                    break
+            for _ in pieces:  # to the end, where a text that has changed is found out
+                pass
+            journal.parts += 1
+            if is_dataset and store.is_full(0) and journal.counts[1] > 1:
+                break
+            if store.n_pending >= SEGMENT:
+                store.commit(corpus.state())
+        store.commit(None, is_finished=True)
+
+
+def _end_of_document(tokenizer: Tokenizer) -> Ids:
+    """The end of a text, or the end of a line if the tokenizer has no such token."""
+    ends = tokenizer.end_ids
+    return np.array(ends[:1], np.int32) if ends else tokenizer.encode("\n")
+
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Two = msgspec.Meta(min_length=2, max_length=2)
+
+
+class _Journal(msgspec.Struct):
+    """How much of a store is complete."""
+
+    counts: Annotated[list[Count], Two] = msgspec.field(default_factory=lambda: [0, 0])
+    """Ids for training, and for validation."""
+    sha256: Annotated[list[str], Two] = msgspec.field(default_factory=lambda: ["", ""])
+    """Their checksums."""
+    parts: Count = 0
+    characters: Count = 0
+    state: Any = None
+    """Where the encoding goes on, if it is not finished: see `Corpus.state`."""
+    is_finished: bool = False
+
+
+class _Store:
+    """Ids for training and for validation, in memory, or in two files beside a journal."""
+
+    def __init__(self, path: Path | None, dtype: np.dtype, limits: tuple[int | None, int]):
+        """`path`: of the files, without their suffixes; None: in memory. What is complete and not
+        damaged in the files is kept. `limits`: the most ids of each kind."""
+        self.limits = limits
+        self.journal = _Journal()
+        self.n_pending = 0
+        """Ids since the last entry in the journal."""
+        self._path, self._dtype = path, dtype
+        self._sums = [hashlib.sha256(), hashlib.sha256()]
+        self._files: list[Any] = [io.BytesIO(), io.BytesIO()]
+        if path is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._restore(read_record(path.with_suffix(".json"), _Journal))
+
+    def _restore(self, journal: _Journal) -> None:
+        if journal.state is None and not journal.is_finished:
+            return
+        with self._opened_at(journal.counts) as files:
+            sums = [hashlib.file_digest(file, "sha256") for file in files]
+        if [checksum.hexdigest() for checksum in sums] != journal.sha256:
+            return  # damaged
+        self.journal, self._sums = journal, sums
+        if not journal.is_finished:
+            log(f"going on after {journal.counts[0]:,} tokens, in {self._path}.train")
+
+    @contextlib.contextmanager
+    def _opened_at(self, counts: list[int]) -> Iterator[list[io.BufferedRandom]]:
+        """The two files, cut off after so many ids: what follows is not in the journal."""
+        assert self._path is not None
+        with contextlib.ExitStack() as stack:
+            files = []
+            for suffix, count in zip((".train", ".validation"), counts, strict=True):
+                file = stack.enter_context(self._path.with_suffix(suffix).open("r+b"))
+                file.truncate(count * self._dtype.itemsize)
+                files.append(file)
+            yield files
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Ids can be added."""
+        if self._path is None:
+            yield
+            return
+        files = [self._path.with_suffix(suffix) for suffix in (".train", ".validation")]
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            for file in files:
+                file.touch()
+            with self._opened_at(self.journal.counts) as self._files:
+                for file in self._files:
+                    file.seek(0, io.SEEK_END)
+                yield
+        finally:
+            if not self._path.with_suffix(".json").exists():  # nothing is complete
+                for file in files:
+                    file.unlink(missing_ok=True)
+
+    @property
+    def sha256(self) -> str:
+        """A checksum of all ids."""
+        return hashlib.sha256("".join(self.journal.sha256).encode("ascii")).hexdigest()
+
+    def is_full(self, part: int) -> bool:
+        """Whether there are all ids for training (0) or validation (1) that are wanted."""
+        most = self.limits[part]
+        return most is not None and self.journal.counts[part] >= most
+
+    def add(self, part: int, ids: Ids) -> None:
+        """Add ids for training (0) or validation (1), as far as they are wanted."""
+        most, count = self.limits[part], self.journal.counts[part]
+        content = (ids if most is None else ids[: most - count]).astype(self._dtype).tobytes()
+        self._files[part].write(content)
+        self._sums[part].update(content)
+        n_ids = len(content) // self._dtype.itemsize
+        self.journal.counts[part] += n_ids
+        self.n_pending += n_ids
+
+    def commit(self, state: Any, *, is_finished: bool = False) -> None:
+        """Write down in the journal that all ids so far are complete. `state`: where the encoding
+        would go on."""
+        self.journal.state, self.journal.is_finished = state, is_finished
+        self.journal.sha256 = [checksum.hexdigest() for checksum in self._sums]
+        self.n_pending = 0
+        if self._path is not None:
+            for file in self._files:
+                file.flush()
+                os.fsync(file.fileno())
+            write_record(self._path.with_suffix(".json"), self.journal)
+
+    def ids(self) -> tuple[Ids, Integer[np.ndarray, " validation"]]:
+        """All ids for training, and for validation."""
+        n_train = self.journal.counts[0]
+        if self._path is None:
+            train, validation = (np.frombuffer(x.getbuffer(), self._dtype) for x in self._files)
+            return train, validation.astype(np.int32)
+        validation = np.fromfile(self._path.with_suffix(".validation"), self._dtype)
+        if not n_train:  # an empty file cannot be mapped
+            return np.zeros(0, self._dtype), validation.astype(np.int32)
+        train = np.memmap(self._path.with_suffix(".train"), self._dtype, mode="r", shape=(n_train,))
+        if hasattr(mmap, "MADV_RANDOM"):  # read at random: without read-ahead
+            train._mmap.madvise(mmap.MADV_RANDOM)  # pyright: ignore[reportAttributeAccessIssue]
+        return train, validation.astype(np.int32)
 
 
 def _locked(path: Path) -> AcquireReturnProxy:
@@ -154,83 +302,3 @@ def _locked(path: Path) -> AcquireReturnProxy:
     except UserError:
         log(f"waiting for another process that encodes the same text (it holds {path})")
         return lock(path, busy, LOCK_SECONDS)
-
-
-def _encoded(
-    corpus: Corpus, tokenizer: Tokenizer, validation_tokens: int
-) -> Iterator[tuple[bool, Ids]]:
-    """The ids in pieces: first those for training, with True, then those for validation.
-
-    **Raises:** `UserError`, at the end, if the text has changed since it was loaded.
-    """
-    cut = corpus.training_characters
-    pieces = split_at(cut, _checked(corpus))
-    for ids in encode_pieces(tokenizer, take(cut, pieces)):
-        yield True, ids
-    left = validation_tokens
-    for ids in encode_pieces(tokenizer, pieces):
-        yield False, ids[:left]
-        left -= len(ids)
-        if left <= 0:
-            break
-    for _ in pieces:  # to the end, for the checksum
-        pass
-
-
-def _checked(corpus: Corpus) -> Iterator[str]:
-    """The pieces of `corpus`, with a progress bar and a check of the text's checksum."""
-    checksum = hashlib.sha256()
-    with progress_bar("encoding", corpus.characters, unit=" characters", delay=2.0) as bar:
-        for piece in corpus.pieces():
-            checksum.update(piece.encode("utf-8", "surrogatepass"))
-            yield piece
-            bar.update(len(piece))
-    if checksum.hexdigest() != corpus.sha256:
-        raise UserError(f"The corpus {corpus.name} was changed while it was read.")
-
-
-def _write(
-    path: Path, meta: Path, corpus: Corpus, tokenizer: Tokenizer, validation_tokens: int
-) -> None:
-    dtype, part, counts = _dtype(tokenizer), path.with_suffix(".part"), [0, 0]
-    try:
-        with part.open("wb") as file:
-            for is_train, ids in _encoded(corpus, tokenizer, validation_tokens):
-                file.write(ids.astype(dtype).tobytes())
-                counts[0 if is_train else 1] += len(ids)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-    write_json(meta, {"counts": counts, "checksum": _checksum(path, counts)})
-
-
-def _key(spec: list[Any]) -> str:
-    return hashlib.sha256(json.dumps(spec).encode("ascii")).hexdigest()[:32]
-
-
-def _mapped(path: Path, meta: Path, tokenizer: Tokenizer) -> Parts | None:
-    """What `_write` wrote; None if it is missing or damaged."""
-    try:
-        record = read_json(meta)
-        if _checksum(path, record["counts"]) != record["checksum"]:
-            return None
-        train, validation = record["counts"]
-        ids = mapped(path, _dtype(tokenizer), train + validation)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return ids[:train], np.array(ids[train:], np.int32)
-
-
-def _dtype(tokenizer: Tokenizer) -> np.dtype:
-    return np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
-
-
-def _checksum(path: Path, counts: list[int]) -> str:
-    """A checksum of the ids in `path` and of the number of ids in each part."""
-    return hashlib.sha256(f"{sha256_of(path)} {counts}".encode()).hexdigest()
-
-
-def _bytes_of(validation: Ids, tokenizer: Tokenizer) -> int:
-    """UTF-8 bytes of `validation` without its first token."""
-    lengths = [len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)]
-    return int(np.array(lengths)[validation[1:]].sum())

@@ -100,7 +100,7 @@ def test_a_signal_before_training_ends_all_processes(tmp_path):
         "    if sys.argv[-1] == '1':\n"
         "        signal.raise_signal(signal.SIGTERM)\n"
         "    time.sleep(60)\n"
-        "start.open_corpus = wait\n"
+        "start.load_corpus = wait\n"
         "train.main()"
     )
     processes = Processes(tmp_path, ["quick"], ["quick"], program=["-c", program])

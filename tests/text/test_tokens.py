@@ -1,7 +1,6 @@
 """A corpus as ids: in memory or in a file, in one piece or in many, the same."""
 
 import contextlib
-import dataclasses
 import io
 import os
 import signal
@@ -25,9 +24,7 @@ from gptlite.text.tokens import split_corpus
 
 
 def in_pieces(text: str, length: int) -> Corpus:
-    whole = text_corpus(text)
-    pieces = [text[i : i + length] for i in range(0, len(text), length)]
-    return Corpus(whole.name, whole.sha256, whole.characters, whole.alphabet, lambda: iter(pieces))
+    return text_corpus(lambda: (text[i : i + length] for i in range(0, len(text), length)))
 
 
 def test_the_split_is_by_characters():
@@ -92,7 +89,7 @@ def test_another_text_or_tokenizer_is_noticed_and_damage_is_mended(tmp_path, cap
         lambda path: path.write_bytes(b"\0" + path.read_bytes()[1:]),
         lambda path: path.unlink(),
     ):
-        for path in tmp_path.glob("*.ids"):
+        for path in tmp_path.glob("*.train"):
             damage(path)
         np.testing.assert_array_equal(encode(TEXT, ByteTokenizer()).train, expected.train)
         assert encoded() == 1
@@ -136,11 +133,11 @@ import dataclasses, sys, time
 from pathlib import Path
 from test_tokens import TEXT, ByteTokenizer, in_pieces, split_corpus
 corpus = in_pieces(TEXT, 10)
-def slowly():
-    for piece in corpus.pieces():
+def slowly(state):
+    for piece in corpus.read(state):
         time.sleep(0.05)
         yield piece
-slow = dataclasses.replace(corpus, pieces=slowly)
+slow = dataclasses.replace(corpus, read=slowly)
 split_corpus(slow, ByteTokenizer(), folder=Path(sys.argv[1]), in_memory=0)
 """
     process = subprocess.Popen(
@@ -148,22 +145,23 @@ split_corpus(slow, ByteTokenizer(), folder=Path(sys.argv[1]), in_memory=0)
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'text'}"},
     )
     deadline = time.monotonic() + 60
-    while not list(tmp_path.glob("*.part")):
+    while not list(tmp_path.glob("*.train")):
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert not list(tmp_path.glob("*.ids"))
+    assert not list(tmp_path.glob("*.json"))
     split = split_corpus(text_corpus(TEXT), ByteTokenizer(), folder=tmp_path, in_memory=0)
     assert bytes(split.train.tolist()).decode() == TEXT[: len(split.train)]
-    assert files(tmp_path) == [".ids", ".json"]
+    assert files(tmp_path) == [".json", ".train", ".validation"]
 
 
 @pytest.mark.parametrize("in_memory", [0, 10**6])
 def test_a_text_that_changes_while_it_is_read_is_refused(in_memory, tmp_path):
     other = TEXT.replace("miller", "tiller")
-    corpus = dataclasses.replace(text_corpus(TEXT), pieces=lambda: iter([other]))
+    texts = iter([TEXT, other])
+    corpus = text_corpus(lambda: iter([next(texts)]))
     with pytest.raises(UserError, match="was changed while it was read"):
         split_corpus(corpus, ByteTokenizer(), 5, folder=tmp_path, in_memory=in_memory)
     assert files(tmp_path) == []

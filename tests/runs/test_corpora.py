@@ -9,8 +9,8 @@ import pytest
 
 from gptlite.errors import UserError
 from gptlite.machine.shakespeare import SHA256, download_shakespeare
-from gptlite.text import corpus as corpus_module
-from gptlite.text.corpus import load_corpus
+from gptlite.runs.corpora import load_corpus
+from gptlite.text.corpus import DATA_FOLDER
 
 
 def unreachable(seconds):
@@ -22,7 +22,7 @@ def test_a_file_is_taken_byte_for_byte(tmp_path):
     (tmp_path / "a.txt").write_bytes(content)
     corpus = load_corpus(str(tmp_path / "a.txt"))
     assert corpus.text.encode() == content
-    assert corpus.sha256 == hashlib.sha256(content).hexdigest()
+    assert corpus.version == hashlib.sha256(content).hexdigest()
 
 
 def test_a_folder_is_its_txt_files_in_order(tmp_path):
@@ -59,7 +59,7 @@ def test_shakespeare_is_downloaded_checked_and_kept(tmp_path, shakespeare):
     corpus = load_corpus(
         "shakespeare", data_folder=tmp_path / "data", download=lambda _: shakespeare.encode()
     )
-    assert corpus.sha256 == SHA256
+    assert corpus.version == SHA256
     assert len(corpus.text) == 1_115_394
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["tinyshakespeare.txt"]
     assert load_corpus("auto", data_folder=tmp_path / "data", download=unreachable) == corpus
@@ -158,7 +158,7 @@ def test_the_deadline_is_ten_seconds():
     asked = []
     load_corpus(
         "auto",
-        data_folder=corpus_module.DATA_FOLDER / "nowhere",
+        data_folder=DATA_FOLDER / "nowhere",
         download=lambda seconds: asked.append(seconds) or unreachable(seconds),
     )
     assert asked == [10.0]
