@@ -96,9 +96,9 @@ class ModelConfig:
 
     attention: Annotated[BlockChoice, BlockNames(("full", "sliding"))] = "full"
     """What a token attends to: itself and all earlier tokens (full), or the last 64 including
-    itself (sliding, with the option window). Options of both: value_residual=true adds the first
-    layer's values to every layer's; qkv_bias=true and output_bias=true add biases to these
-    matrices alone; qk_gain=true adds trained gains to qk_norm, and qk_eps=1e-6 is its epsilon."""
+    itself (sliding, with the option window). Options of both: qkv_bias=true and output_bias=true
+    add biases to these matrices alone; qk_gain=true adds trained gains to qk_norm, and qk_eps=1e-6
+    is its epsilon."""
 
     mlp: Annotated[BlockChoice, BlockNames(MLPS)] = "relu2"
     """The MLP's activation: gelu, silu, relu, relu2, tanh, sigmoid or identity; swiglu and geglu

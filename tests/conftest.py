@@ -188,8 +188,7 @@ GPT2 = {
 # Every block and every way of putting them together, in a few models.
 VARIANTS = {
     "default": {"n_layers": 2},
-    "gpt2-values": GPT2
-    | {"n_layers": 2, "attention": "full:value_residual=true", "separate_documents": True},
+    "gpt2-documents": GPT2 | {"n_layers": 2, "separate_documents": True},
     "sinusoidal-post-grouped-scan": {
         "n_layers": 2,
         "positions": "sinusoidal",
@@ -215,7 +214,7 @@ VARIANTS = {
     "relative-experts-sandwich-scan": {
         "n_layers": 2,
         "positions": "relative",
-        "attention": "full:value_residual=true:qkv_bias=true:qk_gain=true:qk_eps=0.001",
+        "attention": "full:qkv_bias=true:qk_gain=true:qk_eps=0.001",
         "head_size": 6,
         "block": "sandwich",
         "norm": "dyt",

@@ -169,7 +169,6 @@ class _Export:
         options = {name: x.lower() == "true" for name, x in self.attention_options.items()}
         self.qkv_bias = config.bias or options.get("qkv_bias", False)
         self.output_bias = config.bias or options.get("output_bias", False)
-        self.value_residual = options.get("value_residual", False)
         self.same_bias = self.qkv_bias == self.output_bias
         self.unbiased = "--model.no-bias" if config.bias else f"--model.attention {self.attention}"
         self.obstacles: list[str] = []
@@ -185,7 +184,6 @@ class _Export:
             "embeddings of earlier tokens",
             "--model.embed-previous 0",
         )
-        self.need(not self.value_residual, "value residuals", "--model.attention full")
         is_gpt2 = self.norm == "layer" or self.positions == "learned"
         fields = self.gpt2() if is_gpt2 else self.llama()
         if self.obstacles:

@@ -19,7 +19,7 @@ from gptlite.config import ModelConfig
 from gptlite.errors import UserError
 from gptlite.machine.fields import Between, check_value
 from gptlite.machine.names import CUSTOM, split_options
-from gptlite.nn.attention import Attention, Heads, ValueResidual
+from gptlite.nn.attention import Attention, Heads
 from gptlite.nn.block import Block, ParallelBlock, PostNorm, PreNorm, SandwichNorm
 from gptlite.nn.mlp import ACTIVATIONS, MLP, GatedMLP, MoE, gelu, silu
 from gptlite.nn.norms import DyT, LayerNorm, RMSNorm
@@ -74,7 +74,6 @@ def _parallel_block(config, *, causal=True, key):
 def _full_attention(
     config,
     *,
-    value_residual: bool = False,
     qkv_bias: bool = False,
     output_bias: bool = False,
     qk_gain: bool = False,
@@ -97,7 +96,6 @@ def _full_attention(
         ),
         positions=positions if isinstance(positions, Rotary) else NoPositions(),
         score_bias=positions if isinstance(positions, ALiBi | RelativeBias) else None,
-        value_residual=ValueResidual() if value_residual else None,
         causal=causal,
         dropout=config.attention_dropout,
     )
@@ -107,7 +105,6 @@ def _sliding_attention(
     config,
     *,
     window: Count = 64,
-    value_residual: bool = False,
     qkv_bias: bool = False,
     output_bias: bool = False,
     qk_gain: bool = False,
@@ -119,7 +116,6 @@ def _sliding_attention(
         raise UserError("An encoder sees all tokens: model.attention must be full, got sliding.")
     attention = _full_attention(
         config,
-        value_residual=value_residual,
         qkv_bias=qkv_bias,
         output_bias=output_bias,
         qk_gain=qk_gain,

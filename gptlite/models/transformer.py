@@ -1,6 +1,5 @@
 """What all models share: from ids to hidden states."""
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -106,8 +105,5 @@ class Transformer(eqx.Module):
             x = self.positions(x[..., None, :], places - starts)[..., 0, :]
         x = constrain(x, "batch", None, None)
         x = drop(x, self.config.dropout, embedding_key)
-        first_block = self.stack.first
-        if hasattr(first_block, "first_values"):
-            context = dataclasses.replace(context, first_values=first_block.first_values(x))
         x, caches, aux_loss = self.stack(x, caches, context, key=stack_key)
         return self.norm(x), caches, aux_loss

@@ -1,6 +1,6 @@
 """The parts that all models are built from."""
 
-from gptlite.nn.attention import Attention, Heads, ValueResidual
+from gptlite.nn.attention import Attention, Heads
 from gptlite.nn.block import Block, ParallelBlock, PostNorm, PreNorm, SandwichNorm
 from gptlite.nn.cache import Cache, KVCache
 from gptlite.nn.context import WHOLE_SEQUENCE, Context

@@ -89,12 +89,6 @@ class Block(eqx.Module):
         """An empty cache for sequences with the leading axes `batch`."""
         return self.attention.init_cache(batch, capacity, dtype)
 
-    def first_values(
-        self, x: Float[Array, "*batch seq d_model"]
-    ) -> Float[Array, "*batch seq d"] | None:
-        """Of the first layer: what all layers take for their value residuals; None without them."""
-        return first_values(self.attention, self.attention_residual.before(x))
-
     def __call__(
         self,
         x: Float[Array, "*batch seq d_model"],
@@ -156,12 +150,6 @@ class ParallelBlock(eqx.Module):
         """As `Block.init_cache`."""
         return self.attention.init_cache(batch, capacity, dtype)
 
-    def first_values(
-        self, x: Float[Array, "*batch seq d_model"]
-    ) -> Float[Array, "*batch seq d"] | None:
-        """As `Block.first_values`."""
-        return first_values(self.attention, self.norm(x))
-
     def __call__(
         self,
         x: Float[Array, "*batch seq d_model"],
@@ -188,13 +176,6 @@ def drop(x: Float[Array, "*axes"], rate: float, key: PRNGKeyArray | None) -> Flo
 def split_key(key: PRNGKeyArray | None, count: int) -> Any:
     """`count` keys from one, or as many Nones from None."""
     return (None,) * count if key is None else jax.random.split(key, count)
-
-
-def first_values(
-    attention: Any, x: Float[Array, "*batch seq d_model"]
-) -> Float[Array, "*batch seq d"] | None:
-    """The values of the first layer's attention, if layers have value residuals."""
-    return attention.heads.value(x) if getattr(attention, "value_residual", None) else None
 
 
 def run_mlp(

@@ -25,8 +25,6 @@ class Context(eqx.Module):
     """How many of the input's tokens are real; padding follows them. None: all."""
     document_starts: Int[Array, "*batch seq"] | None = None
     """For each token of the input, the position of the first token of its document. None: 0."""
-    first_values: Float[Array, "*batch seq d"] | None = None
-    """The first layer's values, for `ValueResidual`."""
     memory: Float[Array, "*batch keys d_model"] | None = None
     """An encoder's output, for `CrossAttention`."""
     memory_lengths: PerSequence | None = None

@@ -26,11 +26,6 @@ class Layers(eqx.Module):
 
     blocks: tuple[Any, ...]
 
-    @property
-    def first(self) -> Any:
-        """The first block."""
-        return self.blocks[0]
-
     def init_cache(
         self,
         batch: tuple[int, ...],
@@ -101,11 +96,6 @@ class Stack(eqx.Module):
         if not leaves:  # a block without parameters
             rows = [()] * self.n_layers
         return Layers(tuple(eqx.combine(jax.tree.unflatten(structure, row), rest) for row in rows))
-
-    @property
-    def first(self) -> Any:
-        """The first block."""
-        return jax.tree.map(lambda x: x[0] if eqx.is_array(x) else x, self.blocks)
 
     def init_cache(
         self,

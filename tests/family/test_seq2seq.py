@@ -33,7 +33,7 @@ OURS = ModelConfig(
     positions="sinusoidal",
     stack="scan",
     n_kv_heads=1,
-    attention="full:value_residual=true",
+    attention="full:qk_gain=true",
 )
 LESS = dataclasses.replace(OURS, n_layers=1)
 # Softmax cancels a bias of the keys.
@@ -175,7 +175,7 @@ def test_an_encoder_decoder_passes_all_checks():
     assert set(report.checks) == set(CHECKS) - {"documents", "scan"}
 
 
-def test_grouped_queries_and_value_residuals_pass_the_checks_of_an_encoder_decoder():
+def test_grouped_queries_and_gains_pass_the_checks_of_an_encoder_decoder():
     model = drawn(lambda key: Seq2Seq(LESS, VOCAB, VOCAB + 2, key=key))
     checks = ["bidirectional", "cached"]
     assert list(check_block(model, checks=checks).checks) == checks
@@ -334,7 +334,7 @@ def test_what_does_not_fit_is_said(make, sentence):
 
 
 def test_a_decoder_block_without_a_source_says_so():
-    block = paper(ONE).decoder.stack.first
+    block = paper(ONE).decoder.stack.unstack().blocks[0]
     with pytest.raises(ValueError, match="needs a cache or context"):
         block(jnp.zeros((1, 3, 16)))
 

@@ -408,12 +408,12 @@ def test_layers_that_differ_are_refused():
 
 
 def test_what_no_architecture_has_is_refused_all_at_once():
-    changes = {"attention": "full:value_residual=true", "positions": "alibi", "norm": "dyt"}
+    changes = {"positions": "alibi", "norm": "dyt"}
     config = ModelConfig(**BASE | changes | {"embed_previous": 2, "block": "parallel"})
     with pytest.raises(UserError) as error:
         to_hf_config(config, VOCAB)
     for words in (
-        *("--model.embed-previous 0", "value residuals", "norm dyt (--model.norm rms)"),
+        *("--model.embed-previous 0", "norm dyt (--model.norm rms)"),
         *("positions alibi (--model.positions rotary)", "block parallel (--model.block pre)"),
     ):
         assert words in str(error.value)
@@ -425,7 +425,7 @@ CHOICES = {
     "block": ["pre", "post", "sandwich", "parallel"],
     "norm": ["rms", "layer", "dyt", "rms:eps=0.001"],
     "attention": [
-        *("full", "sliding", "full:value_residual=true", "full:qkv_bias=true"),
+        *("full", "sliding", "full:qkv_bias=true"),
         *("sliding:output_bias=true", "full:qk_eps=0.1", "sliding:window=5:qk_gain=true"),
     ],
     "mlp": ["gelu", "relu2", "swiglu", "geglu", "moe"],

@@ -18,7 +18,6 @@ from gptlite.nn import (
     Linear,
     RelativeBias,
     Rotary,
-    ValueResidual,
     attend,
     causal_mask,
     dot_product,
@@ -464,16 +463,6 @@ def test_an_encoder_does_not_see_padding():
     for row, length in enumerate((6, 4, 4)):
         alone, _ = call(layer, x[row, :length])
         np.testing.assert_allclose(out[row, :length], alone, rtol=1e-5, atol=1e-5)
-
-
-def test_a_value_residual_mixes_in_the_first_layers_values():
-    module = Attention(heads(), Rotary(), value_residual=ValueResidual())
-    module = eqx.tree_at(lambda a: a.value_residual.weight, module, jnp.array([0.25, 2.0]))
-    x, first = jax.random.normal(jax.random.key(1), (2, 6, 16))
-    mixed = Bare(lambda x: 0.25 * module.heads.value(x) + 2.0 * first)
-    plain = eqx.tree_at(lambda a: (a.heads.value, a.value_residual), module, (mixed, None))
-    out, _ = call(module, x, None, Context(first_values=first))
-    np.testing.assert_allclose(out, call(plain, x)[0], rtol=1e-5, atol=1e-5)
 
 
 class Bare(eqx.Module):

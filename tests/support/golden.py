@@ -26,7 +26,7 @@ TRAIN = (
 SMALL = dataclasses.asdict(TINY)
 # What the tiny models have besides their blocks: random numbers, and every way to divide a batch.
 MORE = {
-    "gpt2-values": "--model.dropout 0.1 --model.attention-dropout 0.1 --training.accumulation 2",
+    "gpt2-documents": "--model.dropout 0.1 --model.attention-dropout 0.1 --training.accumulation 2",
     "alibi-sliding-parallel": "--training.label-smoothing 0.1 --optimizer.clip-norm 1",
     "relative-experts-sandwich-scan": "--model.remat block --optimizer.weight-decay 0.1",
 }

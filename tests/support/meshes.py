@@ -38,7 +38,7 @@ MODELS = {
     "gpt2": GPT2
     | {
         "attention_dropout": 0.1,
-        "attention": "full:value_residual=true",
+        "attention": "full:qkv_bias=true",
         "mlp": "swiglu",
     },
     "experts": {

@@ -170,9 +170,7 @@ def test_settings_out_of_range_are_refused(changes):
 
 
 def test_tables_and_gains_inside_the_blocks_are_left_to_adam():
-    model = tiny_model(
-        positions="relative", mlp="moe", norm="dyt", attention="full:value_residual=true"
-    )
+    model = tiny_model(positions="relative", mlp="moe", norm="dyt")
     config = dataclasses.replace(PLAIN, name="muon", learning_rate=0.0, adam_learning_rate=1.0)
     params = eqx.filter(model, eqx.is_inexact_array)
     optimizer = make_optimizer(config, 10, params)
@@ -183,7 +181,6 @@ def test_tables_and_gains_inside_the_blocks_are_left_to_adam():
     inside = {name.removeprefix("stack.blocks.") for name in by_adam if "blocks" in name}
     assert inside == {
         "attention.score_bias.table.weight",
-        "attention.value_residual.weight",
         *(
             f"{norm}.{gain}"
             for norm in ("attention_residual.norm", "mlp_residual.norm")
