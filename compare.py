@@ -1,6 +1,7 @@
 """Compare variants of a model over several seeds:
 `python compare.py --base laptop --vary model.norm=rms,layer,dyt --seeds 5`."""
 
+import dataclasses
 import shlex
 import time
 from pathlib import Path
@@ -35,8 +36,10 @@ def compare(parsed: tuple[CompareArguments, dict[str, Config]]) -> None:
     seeds = list(range(arguments.seeds))
     set_up_jax(min(arguments.config.training.cpu_devices, len(seeds)))
 
-    for config in variants.values():
-        load_custom(config.model)
+    variants = {
+        name: dataclasses.replace(config, model=load_custom(config.model))
+        for name, config in variants.items()
+    }
 
     # One text for all.
     corpus = load_corpus(data.corpus)

@@ -15,10 +15,10 @@ import tyro
 from gptlite.errors import require
 from gptlite.machine.fields import MAX_INT32, Between, Free, check_fields
 from gptlite.machine.names import (
-    CUSTOM,
     CUSTOM_FIELDS,
     BlockChoice,
     BlockNames,
+    CustomBlock,
     custom_name,
     parse_bpe,
     parse_lora,
@@ -168,8 +168,7 @@ class ModelConfig:
     def __post_init__(self):
         for name in CUSTOM_FIELDS:
             if isinstance(block := getattr(self, name), type):  # in Python, the class itself
-                object.__setattr__(self, name, custom_name(block))
-                CUSTOM[custom_name(block)] = block
+                object.__setattr__(self, name, CustomBlock(custom_name(block), block))
         check_fields("model.", self)
         if self.lora is not None:
             parse_lora(self.lora)

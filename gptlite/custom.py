@@ -23,7 +23,7 @@ from pathlib import Path
 from gptlite.config import Config, ModelConfig
 from gptlite.errors import UserError, require
 from gptlite.machine.files import read_json
-from gptlite.machine.names import CUSTOM, CUSTOM_FIELDS, custom_name, is_custom, split_options
+from gptlite.machine.names import CUSTOM_FIELDS, CustomBlock, custom_name, is_custom, split_options
 
 # A file whose classes may be blocks; in Python, also the class itself; one of them, or several.
 Source = str | Path | type
@@ -32,7 +32,7 @@ Custom = Source | Sequence[Source]
 
 def custom_blocks(config: ModelConfig) -> dict[str, str]:
     """The custom blocks in `config`, with their options, by their field."""
-    fields = {field: str(getattr(config, field)) for field in CUSTOM_FIELDS}
+    fields = {field: getattr(config, field) for field in CUSTOM_FIELDS}
     return {field: value for field, value in fields.items() if is_custom(split_options(value)[0])}
 
 
@@ -55,9 +55,12 @@ def with_custom(config: Config, custom: Custom, *, read: bool = False) -> Config
             _classes(source)  # also of a file that is not needed: its name may be mistyped
     named = {}
     for field, value in custom_blocks(config.model).items():
+        if isinstance(value, CustomBlock):
+            continue
         name, _ = split_options(value)
         found = find_custom(name, custom, read=read, where=f"model.{field}")
-        named[field] = found + value.removeprefix(name)
+        full = found + value.removeprefix(name)
+        named[field] = CustomBlock(full, found.block) if isinstance(found, CustomBlock) else full
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **named))
 
 
@@ -80,8 +83,7 @@ def _files_with(cls: str, custom: Custom) -> list[str]:
     for source in _sources(custom):
         if isinstance(source, type):
             if source.__qualname__ == cls:
-                CUSTOM[custom_name(source)] = source
-                found[source] = custom_name(source)
+                found[source] = CustomBlock(custom_name(source), source)
         elif cls in _classes(source):
             found.setdefault(Path(source).resolve(), f"{source}:{cls}")
     return list(found.values())
@@ -132,33 +134,40 @@ def _wrong_custom(name: str, where: str, found: list[str], custom: Custom, read:
     )
 
 
-def load_custom(config: ModelConfig) -> None:
-    """Load the custom blocks in `config`, so that a model can be built from it. Executes the files
-    that they are in.
+def load_custom(config: ModelConfig) -> ModelConfig:
+    """`config` with its custom blocks loaded, so that a model can be built from it. Executes the
+    files that they are in.
 
     **Raises:** `UserError` if a file cannot be executed or has no such class, or a class is not
     built from `(config, *, key)`.
     """
-    for value in custom_blocks(config).values():
+    loaded = {}
+    for field, value in custom_blocks(config).items():
         name, _ = split_options(value)
-        require(":" in name or name in CUSTOM, _wrong_custom(name, "a block", [], (), False))
-        block = CUSTOM[name] if name in CUSTOM else load_class(name)
+        if isinstance(value, CustomBlock):
+            block = value.block
+        else:
+            require(":" in name, _wrong_custom(name, "a block", [], (), False))
+            block = load_class(name)
         try:
             inspect.signature(block).bind(config, key=None)
         except TypeError as error:
             raise UserError(
                 f"{name} must be built from (config, *, key), with a ModelConfig: {error}."
             ) from error
-        CUSTOM[name] = block
+        loaded[field] = CustomBlock(value, block)
+    return dataclasses.replace(config, **loaded)
 
 
 def custom_sources(config: ModelConfig) -> dict[str, bytes]:
     """The source files of the loaded custom blocks of `config`, by file name."""
     found = {}
     for value in custom_blocks(config).values():
-        with contextlib.suppress(TypeError, OSError):  # no file: the class was typed at a prompt
-            file = Path(inspect.getfile(CUSTOM[split_options(value)[0]]))
-            found[file.name] = file.read_bytes()
+        # There is no file for a class that was typed at a prompt.
+        with contextlib.suppress(TypeError, OSError):
+            if isinstance(value, CustomBlock):
+                file = Path(inspect.getfile(value.block))
+                found[file.name] = file.read_bytes()
     return found
 
 

@@ -1,5 +1,6 @@
 """Blocks from a user's own file: named, loaded, kept out of what a run may execute."""
 
+import copy
 import dataclasses
 import importlib
 import sys
@@ -27,7 +28,7 @@ from gptlite.custom import (
 )
 from gptlite.errors import UserError
 from gptlite.machine.files import write_json
-from gptlite.machine.names import CUSTOM
+from gptlite.machine.names import CustomBlock
 from gptlite.models.gpt import GPT
 from gptlite.nn import RMSNorm
 from gptlite.runs.load import load, load_run
@@ -88,8 +89,6 @@ def file(tmp_path, monkeypatch, request) -> Iterator[str]:
 def forget(module: str) -> None:
     """As in a new process."""
     sys.modules.pop(module, None)
-    for name in [name for name in CUSTOM if name.startswith(f"{module}.py:")]:
-        del CUSTOM[name]
 
 
 def config_with(**blocks) -> Config:
@@ -99,12 +98,13 @@ def config_with(**blocks) -> Config:
 def test_a_name_becomes_a_class_and_a_rename_custom(file, tmp_path):
     config = config_with(mlp=f"{file}:Twice")
     assert not Path("executed").exists()
-    load_custom(config.model)
+    loaded = load_custom(config.model)
     assert Path("executed").exists()
-    assert custom_arguments(config.model) == ["--custom", file]
-    save_config(config, tmp_path / "config.json")
+    assert loaded == config.model
+    assert custom_arguments(loaded) == custom_arguments(config.model) == ["--custom", file]
+    save_config(dataclasses.replace(config, model=loaded), tmp_path / "config.json")
     assert load_config(tmp_path / "config.json") == config
-    model: Any = GPT(config.model, VOCAB, key=jax.random.key(0))
+    model: Any = GPT(loaded, VOCAB, key=jax.random.key(0))
     assert type(model.stack.blocks.mlp).__name__ == "Twice"
     x = jnp.ones((2, 3))
     np.testing.assert_array_equal(model.stack.blocks.mlp(x), 2 * x)
@@ -112,8 +112,7 @@ def test_a_name_becomes_a_class_and_a_rename_custom(file, tmp_path):
 
 def test_a_block_has_options_of_its_own(file):
     def scale(options):
-        config = config_with(mlp=f"{file}:Times{options}").model
-        load_custom(config)
+        config = load_custom(config_with(mlp=f"{file}:Times{options}").model)
         return GPT(config, VOCAB, key=jax.random.key(0)).stack.blocks.mlp.factor  # pyright: ignore
 
     assert (scale(""), scale(":factor=0.5"), scale(":steps=3:factor=1")) == (2.0, 0.5, 1.0)
@@ -159,7 +158,11 @@ def test_in_python_a_config_takes_a_class():
         def __call__(self, x):
             return self.scale * x
 
-    model: Any = GPT(dataclasses.replace(TINY, norm=Third, mlp=Third), VOCAB, key=jax.random.key(0))
+    config = dataclasses.replace(TINY, norm=Third, mlp=Third)
+    copied = copy.deepcopy(dataclasses.replace(config, dropout=0.1)).mlp
+    assert isinstance(copied, CustomBlock)
+    assert (copied, copied.block) == (config.mlp, Third)
+    model: Any = GPT(config, VOCAB, key=jax.random.key(0))
     assert type(model.norm) is type(model.stack.blocks.mlp_residual.norm) is Third
     assert model.stack.blocks.mlp.scale.shape == (1, 16)
     ids = jax.ShapeDtypeStruct((5,), jnp.int32)
@@ -167,8 +170,7 @@ def test_in_python_a_config_takes_a_class():
 
 
 def test_annotations_in_custom_files_are_checked(file):
-    load_custom(config_with(mlp=f"{file}:Halves").model)
-    block: Any = CUSTOM[f"{file}:Halves"]
+    block: Any = load_class(f"{file}:Halves")
     with pytest.raises(TypeCheckError, match="Halves"):
         block(TINY, key=None)(jnp.ones((2, 4)))
 
@@ -197,13 +199,13 @@ def test_what_cannot_be_loaded_is_said(file, name, words):
 def test_nothing_in_the_folder_of_a_run_is_executed(file, tmp_path, folder):
     """Whatever the run has besides its config, and whatever links lead into it or out of it."""
     (tmp_path / folder).mkdir(parents=True)
-    copy = tmp_path / folder / file
-    copy.write_text(SOURCE)
+    copied = tmp_path / folder / file
+    copied.write_text(SOURCE)
     save_config(Config(), tmp_path / "mine" / "config.json")
-    (tmp_path / "link.py").symlink_to(copy)
+    (tmp_path / "link.py").symlink_to(copied)
     (tmp_path / folder / "out.py").symlink_to(tmp_path / file)
     (tmp_path / "mine" / "folder").symlink_to(tmp_path)
-    for name in (copy, "link.py", f"{folder}/out.py", f"mine/folder/{file}"):
+    for name in (copied, "link.py", f"{folder}/out.py", f"mine/folder/{file}"):
         with pytest.raises(UserError, match="in the folder of a run, from which nothing is exec"):
             load_custom(config_with(mlp=f"{name}:Twice").model)
     assert not list(tmp_path.rglob("executed"))
@@ -251,9 +253,8 @@ def run(file, tmp_path) -> Path:
     path = tmp_path / "runs" / "mine"
     (path / "custom").mkdir(parents=True)
     config = config_with(mlp=f"{file}:Twice")
-    load_custom(config.model)
     tokenizer = make_tokenizer("byte")
-    model = GPT(config.model, tokenizer.vocab_size, key=jax.random.key(0))
+    model = GPT(load_custom(config.model), tokenizer.vocab_size, key=jax.random.key(0))
     save_config(config, path / "config.json")
     (path / "custom" / file).write_text(SOURCE)
     write_json(path / "tokenizer.json", tokenizer.to_json())

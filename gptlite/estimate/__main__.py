@@ -84,7 +84,7 @@ def estimate(arguments: EstimateArguments) -> None:
     if arguments.devices is not None:
         hardware, devices = describe(arguments.devices)
     set_up_jax(usable_cpu_devices(training, config.mesh) if hardware is None else 1)
-    load_custom(config.model)
+    config = dataclasses.replace(config, model=load_custom(config.model))
     begun_from = arguments.init_from
     if begun_from is not None and begun_from.startswith("hf:"):
         from gptlite.hugging_face.folder import load_hf_tokenizer

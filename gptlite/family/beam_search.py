@@ -15,6 +15,7 @@ from gptlite.generation.generate import next_logits
 from gptlite.machine.fields import Between
 from gptlite.nn.cache import Cache
 from gptlite.nn.context import Context
+from gptlite.nn.stack import unstacked
 
 
 class BeamSearchResult(eqx.Module):
@@ -75,7 +76,7 @@ def beam_search(
     Between(1, context).check("max_new_tokens", max_new_tokens)
     for name, token in (("start", start), ("end", end)):
         Between(0, model.decoder.vocab_size - 1).check(name, token)
-    model = model.unstacked()
+    model = unstacked(model)
     return _search(model, source, source_lengths, start, end, max_new_tokens, beam, length_penalty)
 
 

@@ -11,9 +11,10 @@ from gptlite.config import ModelConfig
 from gptlite.errors import UserError
 from gptlite.models.build import make_block, make_heads, make_part
 from gptlite.nn.attention import Heads, identity_values, padding_mask
-from gptlite.nn.block import Block, PostNorm, PreNorm, SandwichNorm, drop, split_key
+from gptlite.nn.block import Block, PostNorm, PreNorm, drop, split_key
 from gptlite.nn.context import WHOLE_SEQUENCE, Context, PerSequence
 from gptlite.nn.dot_product import Keys, attend
+from gptlite.nn.variants.blocks import SandwichNorm
 
 # The residual connections of a block with cross-attention, and how many norms each has.
 RESIDUALS: dict[str, tuple[Any, int]] = {

@@ -118,10 +118,6 @@ class Seq2Seq(eqx.Module):
         context = Context(memory=self.encode(source, source_lengths), memory_lengths=source_lengths)
         return self.decoder.init_cache(source.shape[:-1], context)
 
-    def unstacked(self) -> "Seq2Seq":
-        """See `GPT.unstacked`."""
-        return eqx.tree_at(lambda model: model.decoder, self, self.decoder.unstacked())
-
     def _whole_encoder(self) -> Encoder:
         if not self.shares_embedding:
             return self.encoder

@@ -28,6 +28,7 @@ from gptlite.nn.cache import Cache, read_at
 from gptlite.nn.context import PerSequence
 from gptlite.nn.kernels.decoding import rearranged
 from gptlite.nn.kernels.rows import map_rows, row_mesh
+from gptlite.nn.stack import unstacked
 from gptlite.sharding import is_on_cpu, is_whole, replicate
 
 # Tokens generated in one compiled call: few enough to stream smoothly, enough to hide the call.
@@ -105,7 +106,7 @@ def prepare(model: GPT, rows: int, *, share: bool = True) -> PreparedModel:
     **Raises:** `UserError` if JAX traces the model, as inside `jax.jit`."""
     _require_values(model)
     if not is_whole(model):
-        return PreparedModel(model.unstacked(), None)
+        return PreparedModel(unstacked(model), None)
     mesh, transposed = row_mesh(rows, model) if share else None, rows > 1 and is_on_cpu(model)
     if mesh is not None and not begins_with_rows(model, rows):
         mesh = None

@@ -14,7 +14,11 @@ import numpy as np
 from gptlite.config import ModelConfig
 from gptlite.errors import UserError
 from gptlite.machine.files import is_plausible
-from gptlite.machine.names import split_options
+from gptlite.machine.names import is_custom, split_options, with_options
+from gptlite.models.build import find_part
+from gptlite.nn.attention import AttentionOptions, SlidingOptions
+from gptlite.nn.norms import LayerNormOptions, RMSNormOptions
+from gptlite.nn.positions import RotaryOptions
 
 # Their names of activations, by ours. GELU is the tanh approximation.
 ACTIVATIONS = {
@@ -162,16 +166,21 @@ class _Export:
 
     def __init__(self, config: ModelConfig):
         self.config = config
-        self.norm, self.norm_options = split_options(config.norm)
-        self.attention, self.attention_options = split_options(config.attention)
-        self.mlp, self.mlp_options = split_options(config.mlp)
-        self.positions, self.position_options = split_options(config.positions)
-        options = {name: x.lower() == "true" for name, x in self.attention_options.items()}
-        self.qkv_bias = config.bias or options.get("qkv_bias", False)
-        self.output_bias = config.bias or options.get("output_bias", False)
+        self.norm, self.norm_options = self._part("norm")
+        self.attention, options = self._part("attention")
+        self.attention_options = options or AttentionOptions()
+        self.mlp, _ = self._part("mlp")
+        self.positions, self.position_options = self._part("positions")
+        self.qkv_bias = config.bias or self.attention_options.qkv_bias
+        self.output_bias = config.bias or self.attention_options.output_bias
         self.same_bias = self.qkv_bias == self.output_bias
         self.unbiased = "--model.no-bias" if config.bias else f"--model.attention {self.attention}"
         self.obstacles: list[str] = []
+
+    def _part(self, field: str) -> tuple[str, Any]:
+        """The name of the part `config.FIELD`, and its options; None if it has none."""
+        name, _ = split_options(getattr(self.config, field))
+        return name, None if is_custom(name) else find_part(field, self.config)[1].get("options")
 
     def need(self, holds: bool, what: str, option: str) -> None:
         if not holds:
@@ -203,6 +212,10 @@ class _Export:
             "gptlite": dataclasses.asdict(config),
         }
 
+    @property
+    def eps(self) -> float:
+        return getattr(self.norm_options, "eps", RMSNormOptions.eps)
+
     def gpt2(self) -> dict[str, Any]:
         config = self.config
         self.need(config.block == "pre", f"GPT-2 with block {config.block}", "--model.block pre")
@@ -232,7 +245,7 @@ class _Export:
             "n_inner": config.d_hidden,
             "n_positions": config.context_length,
             "activation_function": ACTIVATIONS.get(self.mlp),
-            "layer_norm_epsilon": float(self.norm_options.get("eps", 1e-5)),
+            "layer_norm_epsilon": self.eps,
             **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
         }
 
@@ -245,10 +258,7 @@ class _Export:
 
     def llama(self) -> dict[str, Any]:
         config = self.config
-        eps = float(self.norm_options.get("eps", 1e-6))
-        window = (
-            int(self.attention_options.get("window", 64)) if self.attention == "sliding" else None
-        )
+        eps, window = self.eps, getattr(self.attention_options, "window", None)
         self.need(self.norm == "rms", f"norm {config.norm}", "--model.norm rms")
         self.need(
             self.positions == "rotary", f"positions {config.positions}", "--model.positions rotary"
@@ -258,7 +268,7 @@ class _Export:
             self.attention in ("full", "sliding"), f"{config.attention}", "--model.attention full"
         )
         self.need(
-            not config.qk_norm or float(self.attention_options.get("qk_eps", 1e-6)) == eps,
+            not config.qk_norm or self.attention_options.qk_eps == eps,
             "a QK-norm with an epsilon of its own",
             f"--model.attention {self.attention}:qk_eps={eps}",
         )
@@ -345,16 +355,18 @@ class _Export:
         }
 
     def rope(self) -> dict[str, Any]:
-        options = {name: float(x) for name, x in self.position_options.items()}
-        theta = {"rope_theta": options.get("theta", 10_000.0)}
-        if options.get("factor", 1.0) == 1.0:
+        options = self.position_options
+        if not isinstance(options, RotaryOptions):  # an obstacle
+            return {}
+        theta = {"rope_theta": options.theta}
+        if options.factor == 1:
             return theta | {"rope_type": "default"}
         return theta | {
             "rope_type": "llama3",
-            "factor": options["factor"],
-            "low_freq_factor": options.get("low_frequency", 1.0),
-            "high_freq_factor": options.get("high_frequency", 4.0),
-            "original_max_position_embeddings": int(options.get("original_context", 8192)),
+            "factor": options.factor,
+            "low_freq_factor": options.low_frequency,
+            "high_freq_factor": options.high_frequency,
+            "original_max_position_embeddings": options.original_context,
         }
 
 
@@ -467,7 +479,7 @@ class _Import:
             d_model=self.size("n_embd", 768),
             d_ff=self.size("n_inner", 4 * self.size("n_embd", 768)),
             context_length=self.size("n_positions", 1024),
-            norm="layer" if eps == 1e-5 else f"layer:eps={eps}",
+            norm=with_options("layer", LayerNormOptions(eps=eps)),
             mlp=activation,
             positions="learned",
             embed_previous=0,
@@ -498,12 +510,15 @@ class _Import:
         if mlp_bias and not attention_bias:
             raise UserError("The model's mlp_bias is True: gptlite has that with attention_bias.")
         qk_norm = kind == "qwen3" or is_gemma
-        options: dict[str, Any] = {} if window is None else {"window": window}
-        if kind == "qwen2" or (attention_bias and not mlp_bias):
-            options["qkv_bias"] = "true"
-            options |= {"output_bias": "true"} if attention_bias else {}
-        if qk_norm:
-            options |= {"qk_gain": "true"} | ({} if eps == 1e-6 else {"qk_eps": eps})
+        some_biases = kind == "qwen2" or (attention_bias and not mlp_bias)
+        options = AttentionOptions(
+            qkv_bias=some_biases,
+            output_bias=some_biases and attention_bias,
+            qk_gain=qk_norm,
+            qk_eps=eps if qk_norm else AttentionOptions.qk_eps,
+        )
+        if window is not None:
+            options = SlidingOptions(**vars(options), window=window)
         if is_gemma:
             scalar = self.number("query_pre_attn_scalar", 256)
             if scalar != d_head:
@@ -526,10 +541,10 @@ class _Import:
             d_ff=self.size("intermediate_size"),
             context_length=self.size("max_position_embeddings"),
             block="sandwich" if is_gemma else "pre",
-            norm=_choice("rms", {} if eps == 1e-6 else {"eps": eps}),
-            attention=_choice("full" if window is None else "sliding", options),
+            norm=with_options("rms", RMSNormOptions(eps=eps)),
+            attention=with_options("full" if window is None else "sliding", options),
             mlp=self.activation("hidden_activation" if is_gemma else "hidden_act", default, table),
-            positions=_choice("rotary", self.rope(kind, window)),
+            positions=with_options("rotary", self.rope(kind, window)),
             embed_previous=0,
             scale_embedding=is_gemma,
             qk_norm=qk_norm,
@@ -564,7 +579,7 @@ class _Import:
             )
         return window
 
-    def rope(self, kind: str, window: int | None) -> dict[str, Any]:
+    def rope(self, kind: str, window: int | None) -> RotaryOptions:
         """The options of `rotary`. (Their classes read old names of fields, too: see
         `convert_rope_params_to_dict`.)"""
         found = self.get("rope_parameters", {}, dict)
@@ -586,7 +601,7 @@ class _Import:
         rope.asked.clear()
         rope.require("rope_parameters.partial_rotary_factor", 1.0, default=1.0)
         theta = float(rope.number("rope_parameters.rope_theta"))
-        options = {} if theta == 10_000.0 else {"theta": theta}
+        options: dict[str, Any] = {"theta": theta}
         if (
             rope.require("rope_parameters.rope_type", "default", "llama3", default="default")
             == "llama3"
@@ -601,11 +616,7 @@ class _Import:
                 )
             }
         rope.end()
-        return options
-
-
-def _choice(name: str, options: Mapping[str, Any]) -> str:
-    return ":".join([name, *(f"{option}={value}" for option, value in options.items())])
+        return RotaryOptions(**options)
 
 
 # Weights.

@@ -4,12 +4,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import equinox as eqx
-import jax
 from jaxtyping import Array, Float
 
 from gptlite.errors import UserError
 from gptlite.inspect.hooks import with_call_hook
-from gptlite.nn.stack import Stack
+from gptlite.nn.stack import unstacked
 
 M = TypeVar("M", bound=eqx.Module)
 
@@ -25,9 +24,8 @@ def attention_maps(
 
     **Raises:** `UserError` if such a method returns another shape than that of attention weights.
     """
-
     # Layers that share a module would share its name.
-    return _attention_maps(jax.tree.map(_unstacked, model, is_leaf=_is_stack), arguments, options)
+    return _attention_maps(unstacked(model), arguments, options)
 
 
 @eqx.filter_jit
@@ -51,11 +49,3 @@ def _attention_maps(
 
 def _has_weights(node: Any) -> bool:
     return isinstance(node, eqx.Module) and callable(getattr(type(node), "weights", None))
-
-
-def _is_stack(node: Any) -> bool:
-    return isinstance(node, Stack)
-
-
-def _unstacked(node: Any) -> Any:
-    return node.unstack() if _is_stack(node) else node

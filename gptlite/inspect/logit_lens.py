@@ -5,13 +5,14 @@ from jaxtyping import Array, Float, Int
 
 from gptlite.inspect.hooks import with_call_hook
 from gptlite.models.gpt import GPT
+from gptlite.nn.stack import unstacked
 
 
 def residual_stream(
     model: GPT, ids: Int[Array, "*batch seq"]
 ) -> Float[Array, "layers *batch seq d_model"]:
     """The input of the first layer, and the output of every layer: `n_layers + 1` of them."""
-    model = model.unstacked()
+    model = unstacked(model)
     blocks = model.stack.blocks
     stream: list[Array] = []
 

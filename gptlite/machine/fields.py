@@ -44,6 +44,11 @@ class Between(Rule):
         )
 
 
+# How many of something there are, and what keeps a division from being one by zero.
+Count = Annotated[int, Between(1, 10_000_000)]
+Epsilon = Annotated[float, Between(0.0, 1.0, above=True)]
+
+
 # When a config takes the place of another one: a run is resumed, a model keeps its weights
 # (`--init-from`), a comparison has trained a variant already.
 Occasion = Literal["resume", "weights", "comparison"]

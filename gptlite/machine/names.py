@@ -1,25 +1,23 @@
 """What the text of an option names: a block, with options of its own, by the package's name for it
 or as FILE.py:CLASS; a byte-pair encoding; adapters."""
 
+import dataclasses
 import inspect
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from gptlite.errors import UserError, require
-from gptlite.machine.fields import Between, Rule, check_fields
+from gptlite.machine.fields import Between, Rule, check_fields, check_value
 
 # The name of a block, with its own options; in Python, also the class of a custom block.
 if TYPE_CHECKING:
     BlockChoice = str | type
 else:
     BlockChoice = str
-# Loaded custom blocks, by their name in a config.
-CUSTOM: dict[str, type] = {}
-
 # Sizes of a byte-pair encoding that is trained on a text: the bytes, at least.
 BPE_SIZES = (256, 2**20)
 
@@ -55,12 +53,79 @@ def split_options(value: BlockChoice) -> tuple[str, Mapping[str, str]]:
     return name, dict(option.split("=", 1) for option in options)
 
 
+def with_options(name: str, options: Any) -> str:
+    """What `split_options` and `parse_options` read: a block's name, and those of its options (a
+    dataclass) that are not the defaults."""
+    changed = {
+        field.name: value
+        for field in dataclasses.fields(options)
+        if (value := getattr(options, field.name)) != field.default
+    }
+    return ":".join([name, *(f"{option}={str(x).lower()}" for option, x in changed.items())])
+
+
+def parse_options(name: str, make: Callable[..., Any], given: Mapping[str, str]) -> dict[str, Any]:
+    """The options of a block, in the types that the annotations of `make` name: of a dataclass of
+    options, or of a custom block.
+
+    **Raises:** `UserError`, with `name`, if `make` does not take an option or its value.
+    """
+    known = {
+        option: parameter
+        for option, parameter in inspect.signature(make).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY and option not in ("key", "causal")
+    }
+    options = {}
+    for option, text in given.items():
+        if option not in known:
+            has = f"its options are {', '.join(known)}" if known else "it has no options"
+            raise UserError(f"{name} has no option {option}: {has}.")
+        options[option] = _parse(f"{option} in {name}", text, known[option].annotation)
+    return options
+
+
+def _parse(name: str, text: str, kind: Any) -> Any:
+    """An option's value, in the annotated type.
+
+    **Raises:** `UserError` if `text` is no such value.
+    """
+    # With `from __future__ import annotations`, an annotation is its text.
+    kind = {"bool": bool, "int": int, "float": float, "str": str}.get(kind, kind)
+    plain = get_args(kind)[0] if hasattr(kind, "__metadata__") else kind
+    if plain not in (bool, int, float, str):
+        raise UserError(f"{name} must be annotated as bool, int, float or str, to be set by name.")
+    value: Any = text
+    try:
+        if plain is bool:
+            value = {"true": True, "false": False}[text.lower()]
+        elif plain in (int, float):
+            value = plain(text)
+    except (ValueError, KeyError):
+        raise UserError(f"{name} must be {plain.__name__}, got {text!r}.") from None
+    check_value(name, value, kind)
+    return value
+
+
 def is_custom(value: str) -> bool:
     """Whether `value` names a custom block: `FILE.py:CLASS`, or `CLASS` alone, which begins with a
     capital letter and is in one of the files that `--custom` names."""
     # A class that is not at the top of its file has dots in its name.
     pattern = r".+\.py:[A-Za-z_][\w.<>]*|[A-Z]\w*"
     return value.isprintable() and re.fullmatch(pattern, value) is not None
+
+
+class CustomBlock(str):
+    """What names a custom block in a config, with its options; and the class itself."""
+
+    block: type
+
+    def __new__(cls, name: str, block: type):
+        self = super().__new__(cls, name)
+        self.block = block
+        return self
+
+    def __getnewargs__(self) -> Any:  # for `copy.deepcopy`
+        return str(self), self.block
 
 
 def custom_name(block: type) -> str:

@@ -1,40 +1,33 @@
 """From a config to the blocks that it describes.
 
 Each table holds the package's blocks by the name that a config has for them. An entry is called as
-`make(config, key=key, ...)`. Its other keyword arguments are the block's own options, which follow
-the name in a config, as in `moe:n_experts=8`; their annotations say what they may be. Custom blocks
-are called in the same way.
+`make(config, key=key, ...)`. If it has an argument `options`, its annotation is a dataclass of the
+block's own options, which follow the name in a config, as in `moe:n_experts=8`. Custom blocks are
+called in the same way, with their options as keyword arguments.
 """
 
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, get_args
+from collections.abc import Callable
+from typing import Any
 
 import jax
 from jaxtyping import PRNGKeyArray
 
 from gptlite.config import ModelConfig
-from gptlite.errors import UserError
-from gptlite.machine.fields import Between, check_value
-from gptlite.machine.names import CUSTOM, split_options
-from gptlite.nn.attention import Attention, Heads
-from gptlite.nn.block import Block, ParallelBlock, PostNorm, PreNorm, SandwichNorm
-from gptlite.nn.mlp import ACTIVATIONS, MLP, GatedMLP, MoE, gelu, silu
-from gptlite.nn.norms import DyT, LayerNorm, RMSNorm
-from gptlite.nn.positions import (
-    ALiBi,
-    Learned,
-    NoPositions,
-    RelativeBias,
-    Rotary,
-    RotaryScaling,
-    Sinusoidal,
-)
-
-Count = Annotated[int, Between(1, 10_000_000)]
-Epsilon = Annotated[float, Between(0.0, 1.0, above=True)]
+from gptlite.errors import UserError, require
+from gptlite.machine.names import CustomBlock, parse_options, split_options
+from gptlite.nn.attention import Attention, AttentionOptions, Heads, SlidingOptions
+from gptlite.nn.block import Block, PostNorm, PreNorm
+from gptlite.nn.mlp import ACTIVATIONS, MLP, GatedMLP, gelu, silu
+from gptlite.nn.norms import LayerNorm, LayerNormOptions, RMSNorm, RMSNormOptions
+from gptlite.nn.positions import Learned, NoPositions, Rotary, RotaryOptions
+from gptlite.nn.variants.blocks import ParallelBlock, SandwichNorm
+from gptlite.nn.variants.distances import ALiBi, RelativeBias, RelativeOptions
+from gptlite.nn.variants.dyt import DyT
+from gptlite.nn.variants.moe import MoE, MoEOptions
+from gptlite.nn.variants.sinusoidal import Sinusoidal
 
 
 def make_block(config: ModelConfig, key: PRNGKeyArray, *, causal: bool = True) -> Any:
@@ -71,29 +64,13 @@ def _parallel_block(config, *, causal=True, key):
     )
 
 
-def _full_attention(
-    config,
-    *,
-    qkv_bias: bool = False,
-    output_bias: bool = False,
-    qk_gain: bool = False,
-    qk_eps: Epsilon = 1e-6,
-    causal=True,
-    key,
-):
-    if qk_gain and not config.qk_norm:
-        raise UserError("qk_gain in model.attention is of the QK-norm: it needs model.qk_norm.")
+def _full_attention(config, options: AttentionOptions, *, causal=True, key):
+    if options.qk_gain and not config.qk_norm:
+        raise UserError("The option qk_gain of model.attention needs --model.qk-norm.")
     heads_key, positions_key = jax.random.split(key)
     positions = make_positions(config, positions_key, added=False, causal=causal)
     return Attention(
-        make_heads(
-            config,
-            heads_key,
-            qkv_bias=qkv_bias,
-            output_bias=output_bias,
-            qk_gain=qk_gain,
-            qk_eps=qk_eps,
-        ),
+        make_heads(config, heads_key, options),
         positions=positions if isinstance(positions, Rotary) else NoPositions(),
         score_bias=positions if isinstance(positions, ALiBi | RelativeBias) else None,
         causal=causal,
@@ -101,28 +78,10 @@ def _full_attention(
     )
 
 
-def _sliding_attention(
-    config,
-    *,
-    window: Count = 64,
-    qkv_bias: bool = False,
-    output_bias: bool = False,
-    qk_gain: bool = False,
-    qk_eps: Epsilon = 1e-6,
-    causal=True,
-    key,
-):
+def _sliding_attention(config, options: SlidingOptions, *, causal=True, key):
     if not causal:
         raise UserError("An encoder sees all tokens: model.attention must be full, got sliding.")
-    attention = _full_attention(
-        config,
-        qkv_bias=qkv_bias,
-        output_bias=output_bias,
-        qk_gain=qk_gain,
-        qk_eps=qk_eps,
-        key=key,
-    )
-    return dataclasses.replace(attention, window=window)
+    return dataclasses.replace(_full_attention(config, options, key=key), window=options.window)
 
 
 def make_positions(
@@ -137,28 +96,23 @@ def make_positions(
 
 
 def make_heads(
-    config: ModelConfig,
-    key: PRNGKeyArray,
-    *,
-    qkv_bias: bool = False,
-    output_bias: bool = False,
-    qk_gain: bool = False,
-    qk_eps: float = 1e-6,
+    config: ModelConfig, key: PRNGKeyArray, options: AttentionOptions | None = None
 ) -> Heads:
     """The matrices of attention as `config` describes them."""
     std, output_std = init_stds(config)
+    options = AttentionOptions() if options is None else options
     return Heads(
         config.d_model,
         config.n_heads,
         n_kv_heads=config.n_kv_heads,
         d_head=config.head_size,
         qk_norm=config.qk_norm,
-        qk_gain=qk_gain,
-        qk_eps=qk_eps,
+        qk_gain=options.qk_gain,
+        qk_eps=options.qk_eps,
         std=std,
         output_std=output_std,
-        qkv_bias=config.bias or qkv_bias,
-        output_bias=config.bias or output_bias,
+        qkv_bias=config.bias or options.qkv_bias,
+        output_bias=config.bias or options.output_bias,
         key=key,
     )
 
@@ -179,71 +133,28 @@ def _mlp(kind: Any, activation: Callable) -> Callable[..., Any]:
     return make
 
 
-def _moe(
-    config,
-    *,
-    n_experts: Annotated[int, Between(1, 10_000)] = 4,
-    experts_per_token: Annotated[int, Between(1, 10_000)] = 2,
-    balance_loss: Annotated[float, Between(0.0)] = 0.01,
-    key,
-):
-    Between(1, n_experts).check("experts_per_token in model.mlp moe", experts_per_token)
+def _moe(config, options: MoEOptions, *, key):
     std, down_std = init_stds(config)
-    return MoE(
-        config.d_model,
-        max(1, config.d_hidden // experts_per_token),
-        n_experts=n_experts,
-        experts_per_token=experts_per_token,
-        balance_loss=balance_loss,
-        std=std,
-        down_std=down_std,
-        key=key,
-    )
+    d_expert = max(1, config.d_hidden // options.experts_per_token)
+    more = dataclasses.asdict(options)
+    return MoE(config.d_model, d_expert, **more, std=std, down_std=down_std, key=key)
 
 
-def _relative(
-    config,
-    *,
-    buckets: Annotated[int, Between(2, 10_000)] = 32,
-    max_distance: Count = 128,
-    causal=True,
-    key,
-):
-    return RelativeBias(
-        config.n_heads,
-        buckets=buckets,
-        max_distance=max_distance,
-        bidirectional=not causal,
-        key=key,
-    )
+def _relative(config, options: RelativeOptions, *, causal=True, key):
+    more = dataclasses.asdict(options)
+    return RelativeBias(config.n_heads, **more, bidirectional=not causal, key=key)
 
 
-def _rotary(
-    config,
-    *,
-    theta: Annotated[float, Between(1.0, above=True)] = 10_000.0,
-    factor: Annotated[float, Between(1.0)] = 1.0,
-    low_frequency: Annotated[float, Between(0.0, above=True)] = 1.0,
-    high_frequency: Annotated[float, Between(0.0, above=True)] = 4.0,
-    original_context: Count = 8192,
-    causal=True,
-    key,
-):
-    if low_frequency >= high_frequency:
-        raise UserError(
-            "low_frequency in model.positions rotary must be below high_frequency, got "
-            f"{low_frequency} and {high_frequency}."
-        )
-    scaling = RotaryScaling(factor, low_frequency, high_frequency, original_context)
-    return Rotary(theta, scaling if factor > 1 else None)
+def _rotary(config, options: RotaryOptions, *, causal=True, key):
+    return Rotary(options)
 
 
-def _rms_norm(config, *, eps: Epsilon = 1e-6, key):
-    return RMSNorm(config.d_model, eps=eps)
+def _rms_norm(config, options: RMSNormOptions, *, key):
+    return RMSNorm(config.d_model, eps=options.eps)
 
 
-def _layer_norm(config, *, eps: Epsilon = 1e-5, key):
-    return LayerNorm(config.d_model, bias=config.bias, eps=eps)
+def _layer_norm(config, options: LayerNormOptions, *, key):
+    return LayerNorm(config.d_model, bias=config.bias, eps=options.eps)
 
 
 def _learned(config, *, causal=True, key):
@@ -286,71 +197,34 @@ def make_part(field: str, config: ModelConfig, key: PRNGKeyArray, **more: Any) -
     **Raises:** `UserError` if there is no such part, it does not have the options given, or it is
     for an encoder and does not take `causal`.
     """
-    make, options = find_part(field, config)
+    make, arguments = find_part(field, config)
     if "causal" not in inspect.signature(make).parameters:
         causal = more.pop("causal", True)
-        if not causal:
-            raise UserError(
-                f"{getattr(config, field)} must take causal=, to serve in an encoder, where every "
-                "token sees every other: causal is False there, and True in a decoder."
-            )
-    return make(config, **options, **more, key=key)
+        require(
+            causal,
+            f"{getattr(config, field)} must take causal=, to serve in an encoder, where every "
+            "token sees every other: causal is False there, and True in a decoder.",
+        )
+    return make(config, **arguments, **more, key=key)
 
 
 def find_part(field: str, config: ModelConfig) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The function that makes the part `config.FIELD`, and the part's own options.
+    """The function that makes the part `config.FIELD`, and the arguments that are its own options.
 
     **Raises:** `UserError` if there is no such part, or it does not take the options given.
     """
     value = getattr(config, field)
     name, given = split_options(value)
-    make = TABLES[field].get(name) or CUSTOM.get(name)
+    label = f"model.{field} {name}"
+    if isinstance(value, CustomBlock):
+        return value.block, parse_options(label, value.block, given)
+    make = TABLES[field].get(name)
     if make is None:
         raise UserError(f"{name} has not been loaded: see gptlite.load_custom.")
-    return make, parse_options(f"model.{field} {name}", make, given)
-
-
-def parse_options(name: str, make: Callable[..., Any], given: Mapping[str, str]) -> dict[str, Any]:
-    """The options of a block, in the types that the annotations of `make` name.
-
-    **Raises:** `UserError`, with `name`, if `make` does not take an option or its value.
-    """
-    if not given:
-        return {}
-    known = {
-        option: parameter
-        for option, parameter in inspect.signature(make).parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY and option not in ("key", "causal")
-    }
-    options = {}
-    for option, text in given.items():
-        if option not in known:
-            has = f"its options are {', '.join(known)}" if known else "it has no options"
-            raise UserError(f"{name} has no option {option}: {has}.")
-        options[option] = _parse(f"{option} in {name}", text, known[option].annotation)
-    return options
-
-
-def _parse(name: str, text: str, kind: Any) -> Any:
-    """An option's value, in the annotated type.
-
-    **Raises:** `UserError` if `text` is no such value.
-    """
-    # With `from __future__ import annotations`, an annotation is its text.
-    kind = {"bool": bool, "int": int, "float": float, "str": str}.get(kind, kind)
-    plain = get_args(kind)[0] if hasattr(kind, "__metadata__") else kind
-    if plain not in (bool, int, float, str):
-        raise UserError(f"{name} must be annotated as bool, int, float or str, to be set by name.")
-    value: Any = text
-    try:
-        if plain is bool:
-            value = {"true": True, "false": False}[text.lower()]
-        elif plain in (int, float):
-            value = plain(text)
-    except (ValueError, KeyError):
-        raise UserError(f"{name} must be {plain.__name__}, got {text!r}.") from None
-    check_value(name, value, kind)
-    return value
+    kind = inspect.signature(make).parameters.get("options")
+    if kind is None:
+        return make, parse_options(label, lambda: None, given)
+    return make, {"options": kind.annotation(**parse_options(label, kind.annotation, given))}
 
 
 def embedding_std(config: ModelConfig) -> float:

@@ -17,7 +17,6 @@ from gptlite.models.transformer import Transformer
 from gptlite.nn.cache import Cache, read_at, write_at
 from gptlite.nn.context import WHOLE_SEQUENCE, Context, PerSequence, document_starts
 from gptlite.nn.linear import Linear, capped, project
-from gptlite.nn.stack import Layers, Stack
 from gptlite.sharding import constrain, gathered
 
 
@@ -157,15 +156,6 @@ class GPT(Transformer):
         weight = self.head_weight()
         logits = constrain(project(hidden, weight), "batch", None, "vocab")
         return capped(logits[..., : self.vocab_size], self.config.logit_cap)
-
-    def unstacked(self) -> "GPT":
-        """The same model, with separate arrays for each layer. For loops over tokens: if arrays
-        were unstacked inside the loop, they would be copied at every token."""
-        if isinstance(self.stack, Layers):
-            return self
-        return eqx.tree_at(
-            lambda model: model.stack, self, eqx.filter_jit(Stack.unstack)(self.stack)
-        )
 
     def init_cache(
         self,

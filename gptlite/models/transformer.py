@@ -14,7 +14,7 @@ from gptlite.models.build import embedding_std, make_part, make_positions
 from gptlite.nn.block import drop, split_key
 from gptlite.nn.context import WHOLE_SEQUENCE, Context
 from gptlite.nn.embedding import Embedding
-from gptlite.nn.positions import Learned, NoPositions, Sinusoidal, token_positions
+from gptlite.nn.positions import token_positions
 from gptlite.nn.stack import Caches, Layers, Stack
 from gptlite.sharding import constrain, gathered
 
@@ -24,7 +24,7 @@ class Transformer(eqx.Module):
 
     embedding: Embedding
     previous: tuple[Embedding, ...]
-    positions: Learned | Sinusoidal | NoPositions
+    positions: Any
     stack: Stack | Layers
     norm: Any
     config: ModelConfig = eqx.field(static=True)

@@ -1,6 +1,7 @@
 """Multi-head attention of a sequence to itself."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
+from gptlite.machine.fields import Count, Epsilon
 from gptlite.nn.cache import KVCache
 from gptlite.nn.context import WHOLE_SEQUENCE, Context, PerSequence
 from gptlite.nn.dot_product import Keys, Queries, attend, causal_mask
@@ -17,8 +19,30 @@ from gptlite.nn.kernels.sums import thrice
 from gptlite.nn.kernels.transposed import TransposedLinear
 from gptlite.nn.linear import Linear
 from gptlite.nn.norms import RMSNorm
-from gptlite.nn.positions import ALiBi, NoPositions, RelativeBias, Rotary
+from gptlite.nn.positions import NoPositions, Rotary
 from gptlite.sharding import constrain, is_sharded, targets_cpu
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionOptions:
+    """The options of attention, beside the fields that all models have."""
+
+    qkv_bias: bool = False
+    """Biases of queries, keys and values."""
+    output_bias: bool = False
+    """A bias of the output."""
+    qk_gain: bool = False
+    """Trained gains of the QK-norm."""
+    qk_eps: Epsilon = 1e-6
+    """The epsilon of the QK-norm."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlidingOptions(AttentionOptions):
+    """Those of attention with a window."""
+
+    window: Count = 64
+    """How many tokens are seen, the last one included."""
 
 
 class Heads(eqx.Module):
@@ -52,8 +76,8 @@ class Heads(eqx.Module):
         n_kv_heads: int | None = None,
         d_head: int | None = None,
         qk_norm: bool = False,
-        qk_gain: bool = False,
-        qk_eps: float = 1e-6,
+        qk_gain: bool = AttentionOptions.qk_gain,
+        qk_eps: float = AttentionOptions.qk_eps,
         std: float,
         output_std: float,
         qkv_bias: bool = False,
@@ -147,7 +171,7 @@ class Heads(eqx.Module):
 class Attention(eqx.Module):
     """Multi-head self-attention.
 
-    - `positions` rotates queries and keys; `score_bias` adds to the scores by distance.
+    - `positions` rotates queries and keys; `score_bias`, such as `ALiBi`, adds to the scores.
     - `causal`: a token sees itself and earlier tokens, with `window` the last `window` of these
       (Beltagy et al., 2020, section 3.1). False is for encoders, where every token sees every other
       and there is no window.
@@ -159,7 +183,7 @@ class Attention(eqx.Module):
 
     heads: Heads
     positions: Rotary | NoPositions = NoPositions()
-    score_bias: ALiBi | RelativeBias | None = None
+    score_bias: Any = None
     causal: bool = eqx.field(static=True, default=True)
     window: int | None = eqx.field(static=True, default=None)
     dropout: float = eqx.field(static=True, default=0.0)

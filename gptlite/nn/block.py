@@ -44,39 +44,19 @@ class PostNorm(eqx.Module):
         return self.norm(add_by_rows(x, y))
 
 
-class SandwichNorm(eqx.Module):
-    """`x + norm_out(branch(norm(x)))` (Ding et al., 2021, "CogView", section 2.4).
-
-    Validation loss against pre-norm: +0.032 ± 0.010 nats per token (benchmarks/blocks.md).
-    """
-
-    norm: Any
-    norm_out: Any
-
-    def before(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
-        """The input of the branch."""
-        return self.norm(x)
-
-    def after(self, x: Float[Array, "*batch d"], y: Array) -> Float[Array, "*batch d"]:
-        """The residual stream `x` with the branch's output `y`."""
-        return x + self.norm_out(y)
-
-
-Residual = PreNorm | PostNorm | SandwichNorm
-
-
 class Block(eqx.Module):
     """Attention and an MLP, each with a residual connection.
 
     - `attention` is any module with the call and the `init_cache` of `Attention`.
+    - `attention_residual` and `mlp_residual` are a `PreNorm`, or another place of the norms.
     - `mlp` is any module from `[*batch, seq, d_model]` to the same shape. If it has a method
       `aux_loss(x, lengths)`, as `MoE` has, the block returns what that returns.
     """
 
     attention: Any
-    attention_residual: Residual
+    attention_residual: Any
     mlp: Any
-    mlp_residual: Residual
+    mlp_residual: Any
     dropout: float = eqx.field(static=True, default=0.0)
 
     def init_cache(
@@ -126,46 +106,6 @@ class Block(eqx.Module):
         h = self.mlp_residual.before(x)
         y, aux_loss = run_mlp(self.mlp, h, context.lengths)
         return self.mlp_residual.after(x, drop(y, self.dropout, drop_key)), aux_loss
-
-
-class ParallelBlock(eqx.Module):
-    """`x + attention(norm(x)) + mlp(norm(x))`, with one norm for both (Wang and Komatsuzaki, 2021,
-    "GPT-J"; Chowdhery et al., 2022, "PaLM", section 2). The parts are those of `Block`.
-
-    Validation loss against pre-norm: +0.008 ± 0.007 nats per token (benchmarks/blocks.md).
-    """
-
-    attention: Any
-    mlp: Any
-    norm: Any
-    dropout: float = eqx.field(static=True, default=0.0)
-
-    def init_cache(
-        self,
-        batch: tuple[int, ...],
-        capacity: int,
-        dtype: DTypeLike,
-        context: Context = WHOLE_SEQUENCE,
-    ) -> Any:
-        """As `Block.init_cache`."""
-        return self.attention.init_cache(batch, capacity, dtype)
-
-    def __call__(
-        self,
-        x: Float[Array, "*batch seq d_model"],
-        cache: Any = None,
-        context: Context = WHOLE_SEQUENCE,
-        *,
-        key: PRNGKeyArray | None = None,
-    ) -> tuple[Float[Array, "*batch seq d_model"], Any, Float[Array, ""]]:
-        """As `Block`."""
-        keys = split_key(key, 3)
-        h = self.norm(x)
-        out = self.attention(h, cache, context, key=keys[0])
-        attended, cache = checked(self.attention, out, h, "y", "cache")
-        y, aux_loss = run_mlp(self.mlp, h, context.lengths)
-        attended, y = drop(attended, self.dropout, keys[1]), drop(y, self.dropout, keys[2])
-        return x + attended + y, cache, aux_loss
 
 
 def drop(x: Float[Array, "*axes"], rate: float, key: PRNGKeyArray | None) -> Float[Array, "*axes"]:

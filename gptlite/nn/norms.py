@@ -4,12 +4,21 @@ Statistics are computed in at least float32: in half precision, sums of squares 
 digits.
 """
 
+from dataclasses import dataclass
+
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from gptlite.nn.dtypes import widen
+from gptlite.machine.fields import Epsilon
 from gptlite.nn.kernels.norms import normalise
+
+
+@dataclass(frozen=True, kw_only=True)
+class RMSNormOptions:
+    """The options of `RMSNorm`."""
+
+    eps: Epsilon = 1e-6
 
 
 class RMSNorm(eqx.Module):
@@ -21,12 +30,19 @@ class RMSNorm(eqx.Module):
     weight: Float[Array, " d"] | None
     eps: float = eqx.field(static=True)
 
-    def __init__(self, d: int, *, use_weight: bool = True, eps: float = 1e-6):
+    def __init__(self, d: int, *, use_weight: bool = True, eps: float = RMSNormOptions.eps):
         self.weight = jnp.ones(d) if use_weight else None
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
         return normalise(x, self.weight, None, self.eps, False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerNormOptions:
+    """The options of `LayerNorm`."""
+
+    eps: Epsilon = 1e-5
 
 
 class LayerNorm(eqx.Module):
@@ -39,31 +55,10 @@ class LayerNorm(eqx.Module):
     bias: Float[Array, " d"] | None
     eps: float = eqx.field(static=True)
 
-    def __init__(self, d: int, *, bias: bool = True, eps: float = 1e-5):
+    def __init__(self, d: int, *, bias: bool = True, eps: float = LayerNormOptions.eps):
         self.weight = jnp.ones(d)
         self.bias = jnp.zeros(d) if bias else None
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
         return normalise(x, self.weight, self.bias, self.eps, True)
-
-
-class DyT(eqx.Module):
-    """`weight · tanh(alpha x) + bias`, in place of a norm (Zhu et al., 2025, "Transformers without
-    normalization", eq. 1). `alpha` is one trained number.
-
-    Validation loss against RMSNorm: +0.016 ± 0.011 nats per token (benchmarks/blocks.md).
-    """
-
-    alpha: Float[Array, ""]
-    weight: Float[Array, " d"]
-    bias: Float[Array, " d"] | None
-
-    def __init__(self, d: int, *, alpha: float = 0.5, bias: bool = True):
-        self.alpha = jnp.array(alpha)
-        self.weight = jnp.ones(d)
-        self.bias = jnp.zeros(d) if bias else None
-
-    def __call__(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
-        y = jnp.tanh(self.alpha * widen(x)) * self.weight
-        return (y if self.bias is None else y + self.bias).astype(x.dtype)

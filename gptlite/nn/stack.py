@@ -1,7 +1,7 @@
 """Layers, one after the other, stored as one block whose arrays have a leading layer axis."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import equinox as eqx
 import jax
@@ -14,6 +14,8 @@ from gptlite.errors import require
 from gptlite.nn.block import checked, split_key
 from gptlite.nn.context import WHOLE_SEQUENCE, Context
 from gptlite.sharding import constrain, gathered
+
+T = TypeVar("T")
 
 # The cache of each layer.
 Caches = tuple[Any, ...] | None
@@ -139,6 +141,18 @@ class Stack(eqx.Module):
             layer = jax.checkpoint(layer, prevent_cse=False)
         x, aux_losses = lax.scan(layer, x, (arrays, keys), length=self.n_layers)
         return x, None, jnp.sum(aux_losses)
+
+
+def unstacked(model: T, *, scanned: bool = True) -> T:
+    """`model`, any pytree, with separate arrays for each layer of its stacks; without `scanned`, of
+    those that do not scan. For loops over tokens: if arrays were unstacked inside the loop, they
+    would be copied at every token."""
+
+    def unstack(node: Any) -> Any:
+        is_wanted = isinstance(node, Stack) and (scanned or not node.scan)
+        return eqx.filter_jit(Stack.unstack)(node) if is_wanted else node
+
+    return jax.tree.map(unstack, model, is_leaf=lambda node: isinstance(node, Stack))
 
 
 class _Recomputed(eqx.Module):

@@ -40,9 +40,8 @@ from gptlite.cli import CustomFiles, exit_on_error, parse_words
 from gptlite.config import ModelConfig
 from gptlite.custom import find_custom, load_class
 from gptlite.errors import UserError, require
-from gptlite.machine.names import is_custom, split_options
+from gptlite.machine.names import is_custom, parse_options, split_options
 from gptlite.machine.pytrees import count_parameters, path_name
-from gptlite.models.build import parse_options
 from gptlite.research.checks import CHECKS, inapplicable
 from gptlite.research.subject import Kind, make_subject
 

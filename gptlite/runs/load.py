@@ -51,7 +51,7 @@ def load_run(path: Path, which: Literal["best", "last"] = "best", *, custom: Cus
     output says which of the custom files have changed since the run began."""
     require((path / "config.json").is_file(), f"{path} is not a run: it has no config.json.")
     config = with_custom(load_config(path / "config.json"), custom, read=True)
-    load_custom(config.model)
+    config = dataclasses.replace(config, model=load_custom(config.model))
     for changed in changed_sources(path, config.model):
         log(f"{changed} has changed since {path} began.")
     tokenizer = load_tokenizer(path)

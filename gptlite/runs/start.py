@@ -80,8 +80,8 @@ class New:
 
     position = Position()
 
-    def __init__(self, arguments: TrainArguments, corpus: Corpus):
-        self._config, self._overwrite = arguments.config, arguments.overwrite
+    def __init__(self, arguments: TrainArguments, config: Config, corpus: Corpus):
+        self._config, self._overwrite = config, arguments.overwrite
         self.tokenizer = self._make_tokenizer(corpus)
 
     def _make_tokenizer(self, corpus: Corpus) -> Tokenizer:
@@ -108,10 +108,10 @@ class New:
 class BegunFrom(New):
     """From the weights of another model: with its tokenizer, and otherwise new."""
 
-    def __init__(self, arguments: TrainArguments, corpus: Corpus):
+    def __init__(self, arguments: TrainArguments, config: Config, corpus: Corpus):
         self._name = str(arguments.init_from)
         self._source: Run | None = load(self._name, custom=arguments.custom)
-        super().__init__(arguments, corpus)
+        super().__init__(arguments, config, corpus)
 
     def _make_tokenizer(self, corpus: Corpus) -> Tokenizer:
         assert self._source is not None
@@ -188,17 +188,17 @@ def start_run(arguments: TrainArguments) -> Iterator["TrainingRun"]:
         folder = stack.enter_context(RunFolder(path, options))
         if arguments.resume is not None:
             folder.open()
-        load_custom(config.model)  # before what takes time
+        model = load_custom(config.model)  # before what takes time
         corpus = load_corpus(config.data.corpus)
         data = dataclasses.replace(config.data, corpus=corpus.name)  # not `auto`
-        config = dataclasses.replace(config, data=data)
+        config = dataclasses.replace(config, data=data, model=model)
         start: Start
         if arguments.resume is not None:
             start = Resumed(folder, config)
         elif arguments.init_from is not None:
-            start = BegunFrom(arguments, corpus)
+            start = BegunFrom(arguments, config, corpus)
         else:
-            start = New(arguments, corpus)
+            start = New(arguments, config, corpus)
         if config.model.separate_documents:
             require_documents(corpus, start.tokenizer)
         check_tensor(config.mesh.shape(jax.device_count())[2], config.model)

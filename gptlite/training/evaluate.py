@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from gptlite.models.gpt import GPT
+from gptlite.nn.stack import unstacked
 from gptlite.sharding import SEEDS, local_rows, place, place_batches, replicate
 from gptlite.text.batches import split_windows
 from gptlite.text.tokenizer import Ids
@@ -82,7 +83,7 @@ def _summed_loss(
     """The sum of the losses in `batches`, in nats. Targets of -1 are padding and do not count."""
 
     def summed(model):
-        model = model.unstacked()
+        model = unstacked(model)
 
         def batch_loss(windows):
             losses, _ = window_losses(model, jnp.maximum(windows, 0))

@@ -83,7 +83,7 @@ def make_optimizer(
         if not any(jax.tree.leaves(matrix)):
             raise UserError(
                 "The optimizer muon is for the matrices of a Stack, and none of the model's is "
-                "trained. Train the model before unstacked(), or use the optimizer adamw."
+                "trained. Train a model that has not been unstacked, or use the optimizer adamw."
             )
         kinds = jax.tree.map(
             lambda by_muon, decays: "muon" if by_muon else "decayed" if decays else "plain",

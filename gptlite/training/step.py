@@ -1,7 +1,8 @@
 """The optimizer step: everything between a batch and new parameters, compiled as one."""
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -18,7 +19,7 @@ from gptlite.machine.pytrees import Trainable, cast, is_parameter
 from gptlite.nn.dtypes import widen
 from gptlite.nn.kernels.row_keys import row_key
 from gptlite.nn.kernels.rows import mean_by_rows, n_row_shards
-from gptlite.nn.stack import Stack
+from gptlite.nn.stack import unstacked
 from gptlite.sharding import (
     check_rows,
     constrain,
@@ -33,8 +34,6 @@ from gptlite.sharding import (
 )
 from gptlite.training.loss import window_losses
 from gptlite.training.optimizer import make_optimizer, make_schedule
-
-T = TypeVar("T")
 
 # The most tokens for which a device of a CPU computes the gradient at once: 4 windows of 257 ids.
 # Their activations stay in its caches. (benchmarks/NOTES.md)
@@ -269,8 +268,8 @@ class TrainSteps:
         params, rest = eqx.partition(model, self.trainable)
         # Layers are cast and unstacked, and their gradients stacked, once a step and not in each of
         # its parts.
-        params, stack = jax.vjp(unstacked, params)
-        arrays, static = eqx.partition(unstacked(rest), eqx.is_array)
+        params, stack = jax.vjp(functools.partial(unstacked, scanned=False), params)
+        arrays, static = eqx.partition(unstacked(rest, scanned=False), eqx.is_array)
         shared = cast((params, arrays), dtype), weight
 
         def gradient(shared, batch, key):
@@ -357,13 +356,3 @@ def default_parts(rows: int, tokens: int) -> int:
         return 1
     divisors = (parts for parts in range(1, rows) if rows % parts == 0)
     return next((parts for parts in divisors if rows // parts * tokens <= CPU_TOKENS), rows)
-
-
-def unstacked(model: T) -> T:
-    """`model` (any pytree) with the layers of its stacks as separate arrays, where it does not scan
-    over them."""
-
-    def unstack(node):
-        return node.unstack() if isinstance(node, Stack) and not node.scan else node
-
-    return jax.tree.map(unstack, model, is_leaf=lambda node: isinstance(node, Stack))

@@ -20,6 +20,7 @@ from gptlite.inspect.attention_maps import attention_maps
 from gptlite.inspect.summary import flops_per_token, summary
 from gptlite.machine.pytrees import count_parameters
 from gptlite.nn import Attention, Heads
+from gptlite.nn.stack import unstacked
 from gptlite.research.check_block import check_block
 from gptlite.research.checks import CHECKS
 from gptlite.research.subject import make_subject
@@ -334,7 +335,7 @@ def test_what_does_not_fit_is_said(make, sentence):
 
 
 def test_a_decoder_block_without_a_source_says_so():
-    block = paper(ONE).decoder.stack.unstack().blocks[0]
+    block = unstacked(paper(ONE).decoder).stack.blocks[0]
     with pytest.raises(ValueError, match="needs a cache or context"):
         block(jnp.zeros((1, 3, 16)))
 

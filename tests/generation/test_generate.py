@@ -13,6 +13,7 @@ from gptlite.generation import generate as generate_module
 from gptlite.generation.generate import generate, prepare
 from gptlite.models.gpt import GPT
 from gptlite.nn import WHOLE_SEQUENCE, Attention, Heads, Linear
+from gptlite.nn.stack import unstacked
 from gptlite.sharding import is_whole, make_mesh, place as placed
 
 C = TINY.context_length
@@ -62,7 +63,7 @@ def test_cached_logits_are_the_uncached_ones_with_the_layers_apart():
         hidden, cache = model.extend(ids, cache)
         return model.logits(hidden), cache
 
-    model = tiny_model().unstacked()
+    model = unstacked(tiny_model())
     for leading in [(2,), (), (1, 2)]:
         texts = ids.reshape(-1, C)[0] if leading == () else ids.reshape(*leading, C)
         wanted = whole[0] if leading == () else whole.reshape(*leading, C, -1)

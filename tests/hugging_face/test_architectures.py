@@ -22,6 +22,7 @@ from gptlite.generation.generate import generate
 from gptlite.hugging_face.architectures import from_hf_config, to_hf_config
 from gptlite.hugging_face.folder import export_run, load_hf
 from gptlite.machine.names import split_options
+from gptlite.nn.stack import unstacked
 from gptlite.runs.model import make_model
 from gptlite.runs.run import Run
 from gptlite.runs.tokenizers import make_tokenizer
@@ -179,7 +180,7 @@ def check_equal(model: Any, theirs: Any) -> None:
     assert np.abs(wanted).max() > 0.3
     np.testing.assert_allclose(logits(model, jnp.asarray(IDS)), wanted, atol=TOLERANCE)
 
-    model = model.unstacked()
+    model = unstacked(model)
     cache, rows = model.init_cache((3,)), []
     extend = eqx.filter_jit(lambda model, ids, cache: model.extend(ids, cache))
     for token in IDS.T[:12]:

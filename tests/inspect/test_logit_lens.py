@@ -7,6 +7,7 @@ import pytest
 from conftest import tiny_model
 
 from gptlite.inspect.logit_lens import logit_lens, residual_stream
+from gptlite.nn.stack import unstacked
 
 IDS = jnp.asarray([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
 
@@ -22,7 +23,7 @@ def test_the_last_layer_predicts_what_the_model_does(variant):
 @pytest.mark.parametrize("stack", ["scan", "unrolled"])
 def test_a_layer_predicts_what_a_model_without_the_later_ones_does(stack):
     stacked = tiny_model(stack=stack, n_layers=2)
-    model = stacked.unstacked()
+    model = unstacked(stacked)
     lens = eqx.filter_jit(logit_lens)(stacked, IDS)
 
     @eqx.filter_jit

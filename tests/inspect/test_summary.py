@@ -9,6 +9,7 @@ from gptlite.config import TrainingConfig
 from gptlite.inspect.summary import activation_bytes, flops_per_token, summary
 from gptlite.machine.pytrees import count_parameters
 from gptlite.models.gpt import GPT
+from gptlite.nn.stack import unstacked
 from gptlite.presets import PRESETS
 from gptlite.runs.frozen import trainable
 
@@ -72,7 +73,7 @@ def test_activations_grow_with_the_batch():
 def test_layers_are_multiplied_only_where_they_are_stacked():
     model = tiny_model(n_layers=2)
     assert f"(x {model.config.n_layers})" in summary(model)
-    assert "(x " not in summary(model.unstacked())
+    assert "(x " not in summary(unstacked(model))
 
 
 def test_the_table_names_every_part_and_adds_up(variant):

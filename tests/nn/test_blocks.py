@@ -27,7 +27,7 @@ from gptlite.nn import (
     PreNorm,
     RMSNorm,
     Rotary,
-    RotaryScaling,
+    RotaryOptions,
     SandwichNorm,
     Sinusoidal,
     Stack,
@@ -193,7 +193,14 @@ def test_rotary_turns_pairs_by_theta_and_llama_3s_scaling():
     32 / 4 tokens, and one between them."""
     d, theta, factor, low, high, context = 8, 50.0, 4.0, 1.0, 4.0, 32
     x = np.random.default_rng(0).normal(size=(1, 20, d))
-    layer = Rotary(theta, RotaryScaling(factor, low, high, context))
+    options = RotaryOptions(
+        theta=theta,
+        factor=factor,
+        low_frequency=low,
+        high_frequency=high,
+        original_context=context,
+    )
+    layer = Rotary(options)
     out = np.asarray(call(layer, jnp.asarray(x, jnp.float32)))
     kinds = []
     for pair in range(d // 2):

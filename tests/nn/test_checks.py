@@ -19,6 +19,7 @@ from gptlite.nn import (
     RelativeBias,
     RMSNorm,
     Rotary,
+    RotaryOptions,
 )
 from gptlite.nn.mlp import ACTIVATIONS
 from gptlite.research.check_block import check_block
@@ -35,7 +36,8 @@ def heads(**options):
 ATTENTION = {
     "rotary": lambda: Attention(heads(qkv_bias=True, output_bias=True), Rotary()),
     "grouped": lambda: Attention(
-        heads(n_kv_heads=2, d_head=6, qk_norm=True, qk_gain=True), Rotary(theta=100.0)
+        heads(n_kv_heads=2, d_head=6, qk_norm=True, qk_gain=True),
+        Rotary(RotaryOptions(theta=100.0)),
     ),
     "relative-sliding": lambda: Attention(
         heads(), score_bias=RelativeBias(4, buckets=4, max_distance=6, key=KEY), window=3

@@ -25,8 +25,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from conftest import run_script  # noqa: E402
 from support.pages import GIVEN, PAGES, TRAIN, commands, is_nightly, make_files, shrink  # noqa: E402
 
-from gptlite.machine.names import CUSTOM  # noqa: E402
-
 MESH = "8"  # the devices of the meshes in the docs
 
 
@@ -90,7 +88,6 @@ def serve(command: str, folder: Path) -> None:
 
 def forget(folder: Path) -> None:
     """Unload the modules of a page, because the next page has files of the same names."""
-    CUSTOM.clear()
     for name, module in list(sys.modules.items()):
         if (getattr(module, "__file__", None) or "").startswith(f"{folder}/"):
             del sys.modules[name]

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from gptlite.config import Config, OptimizerConfig, TrainingConfig
 from gptlite.errors import UserError
 from gptlite.models.gpt import GPT
+from gptlite.nn.stack import unstacked
 from gptlite.runs.tokenizers import make_tokenizer
 from gptlite.sharding import AXES, check_rows, make_mesh
 from gptlite.text.batches import Batches
@@ -229,9 +230,9 @@ def test_a_state_of_another_step_is_refused():
 def test_muon_refuses_a_model_without_a_stack():
     """It would train by Adam alone, and nobody would be told."""
     muon = dataclasses.replace(CONFIG, optimizer=OptimizerConfig(name="muon"))
-    with pytest.raises(UserError, match=r"Train the model before unstacked\(\)"):
-        steps_of(muon, new_model().unstacked())
-    steps_of(CONFIG, new_model().unstacked())
+    with pytest.raises(UserError, match=r"Train a model that has not been unstacked"):
+        steps_of(muon, unstacked(new_model()))
+    steps_of(CONFIG, unstacked(new_model()))
 
 
 def test_two_devices_do_what_one_does(finished):

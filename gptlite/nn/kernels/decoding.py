@@ -11,6 +11,7 @@ from gptlite.nn.attention import Heads
 from gptlite.nn.kernels.transposed import TransposedLinear
 from gptlite.nn.linear import Linear
 from gptlite.nn.mlp import MLP, GatedMLP
+from gptlite.nn.stack import unstacked
 
 
 @eqx.filter_jit
@@ -31,7 +32,7 @@ def rearranged(model: Any, transposed: bool) -> Any:
         # More axes than two: a custom block maps over layers.
         return TransposedLinear(layer) if layer.weight.ndim == 2 else layer
 
-    model = replace(model.unstacked(), (Heads,), Heads.joined)
+    model = replace(unstacked(model), (Heads,), Heads.joined)
     if not transposed:
         return model
     # Only in the package's own modules: others may use a layer in a way of their own.

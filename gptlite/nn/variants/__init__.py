@@ -1,0 +1,1 @@
+"""Blocks beside those of the presets: what each is, where it is from, what it is worth."""
