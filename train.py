@@ -31,16 +31,15 @@ def train(arguments: gl.TrainArguments) -> None:
         # Loop: after every few steps, log, save, or stop.
         for progress in gl.fit(state, steps, batches, start=run.position):
             stop, save = run.requests()
-            val_loss, sample = None, ""
-            if progress.evaluation_due:
-                val_loss = evaluate.after(progress)
-                prompt, new_tokens = split.validation[None, :1], training.sample_tokens
-                ids = gl.generate(progress.model, prompt, new_tokens, key=run.sample_key)
-                sample = run.tokenizer.decode(ids[0])
             if progress.log_due:
-                run.log(progress, val_loss, sample)
+                run.log(progress, evaluate.after(progress) if progress.evaluation_due else None)
             if progress.evaluation_due or save or stop:
                 run.save(progress)
+            if progress.evaluation_due and training.sample_tokens:
+                prompt = split.validation[None, :1]
+                key, new_tokens = run.sample_key, training.sample_tokens
+                ids = gl.generate(progress.model, prompt, new_tokens, key=key)
+                run.show_sample(run.tokenizer.decode(ids[0]))
             if stop:
                 break
         run.finish(split)

@@ -30,7 +30,7 @@ from .machine.progress import log as log, printable as printable
 from .machine.runtime import set_up_jax as set_up_jax
 from .models.gpt import GPT as GPT
 from .presets import PRESETS as PRESETS
-from .research.check_block import check_block as check_block
+from .research.check_block import CheckError as CheckError, check_block as check_block
 from .runs.corpora import load_corpus as load_corpus
 from .runs.frozen import trainable as trainable
 from .runs.load import load as load
@@ -43,6 +43,6 @@ from .text.batches import Batches as Batches
 from .text.corpus import documents as documents, text_corpus as text_corpus
 from .text.tokens import split_corpus as split_corpus
 from .training.evaluate import Evaluation as Evaluation
-from .training.fit import fit as fit
+from .training.fit import DivergenceError as DivergenceError, fit as fit
 from .training.loss import cross_entropy as cross_entropy, window_losses as window_losses
 from .training.step import TrainSteps as TrainSteps

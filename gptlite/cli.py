@@ -39,6 +39,9 @@ CustomFiles = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
 """Files of `--custom`."""
 
 
+# What `--init-from` leaves free of the model.
+MODEL_OPTIONS = [name for name in free(Config(), "weights") if name.startswith("model.")]
+
 TRACKERS = ("tensorboard", "wandb", "trackio")
 
 
@@ -92,11 +95,16 @@ class TrainArguments:
         ),
     ] = None
 
-    init_from: str | None = None
-    """Start from the weights of a run, its folder or its name in runs/, or of hf:FOLDER or hf:NAME,
-    a model in Hugging Face's format. Shape and tokenizer are then those of that model; a shorter
-    --model.context-length, --model.dropout, --model.attention-dropout, --model.stack, --model.remat
-    and --model.lora may be given with it."""
+    init_from: Annotated[
+        str | None,
+        tyro.conf.arg(
+            help="Start from the weights of a run, its folder or its name in runs/, or of "
+            "hf:FOLDER or hf:NAME, a model in Hugging Face's format. Shape and tokenizer are then "
+            "those of that model; of the model's options, only these may be given with it: "
+            + ", ".join(f"--{name.replace('_', '-')}" for name in MODEL_OPTIONS)
+            + " (the context length only if it is shorter)."
+        ),
+    ] = None
 
     custom: CustomFiles = ()
     """A file with custom blocks, which may be executed; may be given several times. A run that was
@@ -334,12 +342,30 @@ def parse_config(
         config = _begun_from(config, first.init_from, first.custom)
     arguments = parse_words(kind, argv, default=kind(preset, config=config), **options)
     given = with_custom(arguments.config, first.custom)
-    if resume is not None:
-        wrong = "; ".join(changed(config, given, "resume"))
-        require(not wrong, f"These may not change on --resume: {wrong}.")
-    elif first.init_from is not None:
-        _check_begun_from(config, given, first.init_from)
+    check_start(given, resume, first.init_from, first.custom)
     return dataclasses.replace(arguments, config=given), preset
+
+
+def check_start(
+    config: Config, resume: str | None, init_from: str | None, custom: Sequence[str]
+) -> None:
+    """**Raises:** `UserError` if a run with `config` cannot be `resume`d, or begun from the model
+    `init_from`, because these have settled otherwise."""
+    if resume is not None:
+        saved = with_custom(load_config(find_run(resume) / "config.json"), custom, read=True)
+        wrong = "; ".join(changed(saved, config, "resume"))
+        require(not wrong, f"These may not change on --resume: {wrong}.")
+    elif init_from is not None:
+        source = _begun_from(config, init_from, custom)
+        wrong = "; ".join(changed(source, config, "weights"))
+        require(not wrong, f"These are set by the model {init_from}: {wrong}.")
+        old, new = source.model.context_length, config.model.context_length
+        fixed = split_options(source.model.positions)[0] == "learned"
+        require(
+            new == old or (new < old and not fixed),
+            f"model.context_length must be {'' if fixed else 'at most '}{old}, that of "
+            f"{init_from}, got {new}.",
+        )
 
 
 def settings(arguments: TrainArguments) -> dict[str, str]:
@@ -382,19 +408,6 @@ def _begun_from(preset: Config, name: str, custom: Sequence[str]) -> Config:
         model=model,
         data=dataclasses.replace(preset.data, tokenizer=tokenizer),
         training=dataclasses.replace(preset.training, init_from=name),
-    )
-
-
-def _check_begun_from(source: Config, given: Config, name: str) -> None:
-    """**Raises:** `UserError` if the options given disagree with the model in `source`."""
-    wrong = "; ".join(changed(source, given, "weights"))
-    require(not wrong, f"These are set by the model {name}: {wrong}.")
-    old, new = source.model.context_length, given.model.context_length
-    fixed = split_options(source.model.positions)[0] == "learned"
-    require(
-        new == old or (new < old and not fixed),
-        f"model.context_length must be {'' if fixed else 'at most '}{old}, that of {name}, got "
-        f"{new}.",
     )
 
 

@@ -404,7 +404,7 @@ class Config:
     def __post_init__(self):
         require(
             self.model.lora is None or self.training.init_from is not None,
-            "model.lora adapts a model that has been trained: give --init-from to train.py.",
+            "model.lora adapts a model that has been trained: name it with --init-from.",
         )
         require(
             self.model.lora is None or not self.training.freeze,

@@ -23,7 +23,14 @@ from pathlib import Path
 from gptlite.config import Config, ModelConfig
 from gptlite.errors import UserError, require
 from gptlite.machine.files import read_json
-from gptlite.machine.names import CUSTOM_FIELDS, CustomBlock, custom_name, is_custom, split_options
+from gptlite.machine.names import (
+    CUSTOM_FIELDS,
+    BlockNames,
+    CustomBlock,
+    custom_name,
+    is_custom,
+    split_options,
+)
 
 # A file whose classes may be blocks; in Python, also the class itself; one of them, or several.
 Source = str | Path | type
@@ -50,9 +57,7 @@ def with_custom(config: Config, custom: Custom, *, read: bool = False) -> Config
 
     **Raises:** `UserError` if no file in `custom` has a class, or two have it.
     """
-    for source in _sources(custom):
-        if not isinstance(source, type):
-            _classes(source)  # also of a file that is not needed: its name may be mistyped
+    check_files(custom)
     named = {}
     for field, value in custom_blocks(config.model).items():
         if isinstance(value, CustomBlock):
@@ -62,6 +67,14 @@ def with_custom(config: Config, custom: Custom, *, read: bool = False) -> Config
         full = found + value.removeprefix(name)
         named[field] = CustomBlock(full, found.block) if isinstance(found, CustomBlock) else full
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **named))
+
+
+def check_files(custom: Custom) -> None:
+    """**Raises:** `UserError` if one of the files cannot be read: it may be mistyped, also where it
+    is not needed."""
+    for source in _sources(custom):
+        if not isinstance(source, type):
+            _classes(source)
 
 
 def find_custom(name: str, custom: Custom, *, read: bool = False, where: str = "a block") -> str:
@@ -90,7 +103,12 @@ def _files_with(cls: str, custom: Custom) -> list[str]:
 
 
 def _sources(custom: Custom) -> Sequence[Source]:
-    return [custom] if isinstance(custom, str | Path | type) else custom
+    sources = [custom] if isinstance(custom, str | Path | type) else custom
+    require(
+        isinstance(sources, Sequence) and all(isinstance(x, str | Path | type) for x in sources),
+        f"custom must be a file with custom blocks, a class, or a list of these, got {custom!r}.",
+    )
+    return sources
 
 
 def _classes(file: str | Path) -> list[str]:
@@ -98,6 +116,10 @@ def _classes(file: str | Path) -> list[str]:
 
     **Raises:** `UserError` if it cannot be read as Python.
     """
+    require(
+        Path(file).suffix == ".py",
+        f"--custom takes a file whose name ends in .py, got {str(file)!r}.",
+    )
     try:
         pending: list[ast.AST] = [ast.parse(Path(file).read_bytes())]
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -125,12 +147,16 @@ def _wrong_custom(name: str, where: str, found: list[str], custom: Custom, read:
             f"if the command names a file with that class{but}: "
             f"{shlex.join(['--custom', file or 'FILE.py'])} (in Python: custom=)."
         )
+    field = where.removeprefix("model.")
+    names = BlockNames.of(ModelConfig, field) if field in CUSTOM_FIELDS else ()
+    one_of = f" {where} must be one of {', '.join(names)}, or a custom block." if names else ""
     if files:
         known = [x for source in sources if not isinstance(source, type) for x in _classes(source)]
-        return f"There is no class {cls} for {where} in {files}: it has {', '.join(known)}."
+        has = ", ".join(known) or "none"
+        return f"There is no class {cls} for {where} in {files}: it has {has}.{one_of}"
     return (
         f"There is no class {cls} for {where}: name it as FILE.py:{cls}, or give its file with "
-        "--custom."
+        f"--custom.{one_of}"
     )
 
 

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
-import jax.flatten_util
 import numpy as np
 from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec

@@ -243,7 +243,7 @@ def test_a_path_that_leads_nowhere_is_refused(name, tmp_path, monkeypatch):
 def test_a_class_with_another_signature_is_refused(file):
     with pytest.raises(UserError, match=r"must be built from \(config, \*, key\).*d_ff"):
         load_custom(config_with(attention=f"{file}:Wants").model)
-    with pytest.raises(UserError, match="has not been loaded"):
+    with pytest.raises(UserError, match=r"must be one of rms, .* that has been loaded"):
         GPT(config_with(norm=f"{file}:Twice").model, VOCAB, key=jax.random.key(0))
 
 

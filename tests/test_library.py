@@ -1,5 +1,6 @@
 """What a program finds in `gptlite`: a run that is loaded, and texts of its own."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ def test_a_list_of_documents_is_a_corpus(tmp_path):
     np.testing.assert_array_equal(again.train, split.train)
     other = gl.split_corpus(gl.documents(texts[1:]), tokenizer, folder=tmp_path)
     assert other.sha256 != split.sha256
-    wrongs: list[Any] = [[], [1], ["a", None]]
+    wrongs: list[Any] = [[], [1], ["a", None], "abc", iter(["a"])]
     for wrong in wrongs:
         with pytest.raises(gl.UserError, match="documents takes a list of strings"):
             gl.documents(wrong)
@@ -131,3 +132,35 @@ def test_a_model_of_one_device_is_evaluated_on_all(place, monkeypatch):
         for devices in (None, jax.devices()[:1])
     ]
     np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+def test_a_run_that_is_resumed_keeps_its_settings_in_python_too(place, monkeypatch):
+    monkeypatch.chdir(place)
+    config = gl.load("old").config
+    changed = dataclasses.replace(
+        config, optimizer=dataclasses.replace(config.optimizer, learning_rate=1e-5)
+    )
+    arguments = gl.TrainArguments(resume="old", config=changed)
+    wrong = r"may not change on --resume: optimizer\.learning_rate"
+    with pytest.raises(gl.UserError, match=wrong), gl.start_run(arguments):
+        pass
+    assert gl.load("old").config == config
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: gl.load(""), "no run named ''"),
+        (lambda: gl.load("a\0b"), "no run named 'a.x00b'"),
+        (lambda: gl.load("new", custom="absent.py"), r"--custom absent\.py cannot be read"),
+        (lambda: gl.load("exported", custom="absent.py"), r"--custom absent\.py cannot be read"),
+        (lambda: gl.load("new", custom="text.txt"), r"ends in \.py, got 'text\.txt'"),
+        (lambda: gl.load("new", custom=[3]), r"custom must be a file .* got \[3\]"),  # pyright: ignore
+        (lambda: gl.load("new").generate("the", stop=[3]), r"stop must be a list of strings"),  # pyright: ignore
+        (lambda: gl.load("new").generate("the", stop="the"), r"stop must be a list of strings"),
+    ],
+)
+def test_a_wrong_argument_is_named(call, words, place, monkeypatch):
+    monkeypatch.chdir(place)
+    with pytest.raises(gl.UserError, match=words):
+        call()

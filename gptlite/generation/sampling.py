@@ -17,9 +17,6 @@ FEW = 256
 # Tokens in a block, of which the sum is drawn from first.
 BLOCK = 256
 
-# A number for all rows, or one for each.
-PerRow = Float[Array | np.ndarray, "..."]
-
 
 class Filters(eqx.Module):
     """Which tokens are drawn from. A filter that is off has a number that keeps all tokens."""

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 from gptlite.errors import UserError, require
 from gptlite.machine.fields import Between, Rule, check_fields, check_value
@@ -44,6 +44,12 @@ class BlockNames(Rule):
             block in self.names or (self.custom and is_custom(block)),
             f"{name} must be one of {', '.join(self.names)}{more}, got {value!r}.",
         )
+
+    @staticmethod
+    def of(kind: type, field: str) -> tuple[str, ...]:
+        """The names in the annotation of a field."""
+        notes = get_type_hints(kind, include_extras=True)[field].__metadata__
+        return next(note.names for note in notes if isinstance(note, BlockNames))
 
 
 def split_options(value: BlockChoice) -> tuple[str, Mapping[str, str]]:

@@ -1,5 +1,6 @@
 """How the scripts configure JAX."""
 
+import contextlib
 import math
 import os
 import warnings
@@ -10,8 +11,8 @@ from gptlite.config import MeshConfig, TrainingConfig
 
 def set_up_jax(cpu_devices: int = 1) -> None:
     """Keep compiled programs in the user's cache folder, so that later starts load them,
-    and make `cpu_devices` devices of the CPU, with threads enough. To be called before JAX first
-    computes.
+    and make `cpu_devices` devices of the CPU, with threads enough. Once JAX has computed, the
+    devices stay those that there are.
 
     JAX's own environment variables, such as JAX_COMPILATION_CACHE_DIR and JAX_NUM_CPU_DEVICES, take
     precedence.
@@ -27,7 +28,8 @@ def set_up_jax(cpu_devices: int = 1) -> None:
     # A cache that cannot be written, or a damaged file in it, only costs time.
     warnings.filterwarnings("ignore", "Error (writing|reading) persistent compilation cache")
     if "JAX_NUM_CPU_DEVICES" not in os.environ:
-        jax.config.update("jax_num_cpu_devices", cpu_devices)
+        with contextlib.suppress(RuntimeError):  # JAX has computed already
+            jax.config.update("jax_num_cpu_devices", cpu_devices)
     # XLA has a thread for each device, all of which a collective operation may hold while it waits
     # for the last device, which waits for a thread, until XLA ends the process: so ended 2 of 19
     # short runs of 8 devices on 2 cores. With this variable, which XLA reads, none of 40.

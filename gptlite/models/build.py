@@ -220,7 +220,10 @@ def find_part(field: str, config: ModelConfig) -> tuple[Callable[..., Any], dict
         return value.block, parse_options(label, value.block, given)
     make = TABLES[field].get(name)
     if make is None:
-        raise UserError(f"{name} has not been loaded: see gptlite.load_custom.")
+        raise UserError(
+            f"model.{field} must be one of {', '.join(TABLES[field])}, or a custom block that has "
+            f"been loaded (see gptlite.load_custom), got {name}."
+        )
     kind = inspect.signature(make).parameters.get("options")
     if kind is None:
         return make, parse_options(label, lambda: None, given)

@@ -38,7 +38,7 @@ import tyro
 
 from gptlite.cli import CustomFiles, exit_on_error, parse_words
 from gptlite.config import ModelConfig
-from gptlite.custom import find_custom, load_class
+from gptlite.custom import check_files, find_custom, load_class
 from gptlite.errors import UserError, require
 from gptlite.machine.names import is_custom, parse_options, split_options
 from gptlite.machine.pytrees import count_parameters, path_name
@@ -204,6 +204,7 @@ def main(
     with exit_on_error(debug):
         name, given = split_options(block)
         require(is_custom(name), f"A block is named as FILE.py:CLASS, got {block!r}.")
+        check_files(custom)
         loaded = load_class(find_custom(name, custom))
         options = parse_options(name, loaded, given)
         try:

@@ -17,8 +17,8 @@ class Display:
         self._bar = progress_bar("training", steps, unit="step", done=done)
         self._last_line = 0.0
 
-    def update(self, line: dict[str, Any], sample: str = "") -> None:
-        """Show a line of metrics, and at an evaluation its loss and `sample`."""
+    def update(self, line: dict[str, Any]) -> None:
+        """Show a line of metrics, and at an evaluation its loss."""
         step, loss = line["step"], line["train_loss"]
         left = line["seconds"] / step * (self._steps - step)
         loss = "none" if loss is None else f"{loss:.4f}"
@@ -28,14 +28,17 @@ class Display:
         shown = f"step {step:>{len(str(self._steps))}}/{self._steps}  {state}"
         if "val_loss" in line:
             log(f"{shown}  validation loss {line['val_loss']:.4f}")
-            for text in sample.split("\n") if sample else ():
-                log(f"    | {text}")
             self._last_line = line["seconds"]
         elif self._bar.disable and line["seconds"] - self._last_line > SECONDS_BETWEEN_LINES:
             log(f"{shown}  {left:.0f} s left")
             self._last_line = line["seconds"]
         self._bar.set_postfix_str(state, refresh=False)
         self._bar.update(step - self._bar.n)
+
+    def show_sample(self, text: str) -> None:
+        """Show a sample of the model's text."""
+        for line in text.split("\n"):
+            log(f"    | {line}")
 
     def __enter__(self) -> "Display":
         return self

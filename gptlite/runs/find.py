@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from gptlite.errors import UserError
+from gptlite.errors import UserError, require
 from gptlite.machine.files import check_folder_name
 
 RUNS_FOLDER = Path("runs")
@@ -54,6 +54,7 @@ def find_run(name: str | None, weights: str = "best") -> Path:
                 "name one with --run."
             )
         return max(files, key=lambda path: path.stat().st_mtime).parent
+    require(name.strip() != "" and name.isprintable(), f"There is no run named {name!r}.")
     for path in (Path(name), RUNS_FOLDER / name):
         if os.path.isfile(path / "config.json"):
             return path

@@ -314,6 +314,7 @@ class RunFolder:
             self._truncate_metrics(step)
             if load_config(self.path / "config.json") != config:
                 save_config(config, self.path / "config.json")
+            save_sources(self.path, config.model)  # of a file that has another name now
 
     def _move_damaged(self, checkpoint: Path) -> None:
         """Move a damaged checkpoint, on which Orbax fails, to `damaged/`."""

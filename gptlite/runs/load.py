@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
-from gptlite.custom import Custom, load_custom, with_custom
+from gptlite.custom import Custom, check_files, load_custom, with_custom
 from gptlite.errors import UserError, require
 from gptlite.machine.files import read_json
 from gptlite.machine.progress import log
@@ -37,6 +37,7 @@ def load(
     shape than the config says, or a custom block is in none of the files.
     """
     require(weights in ("best", "last"), f"weights must be best or last, got {weights!r}.")
+    check_files(custom)
     name = None if name is None else str(name)
     if name is not None and (name.startswith("hf:") or _is_hf(Path(name))):
         from gptlite.hugging_face.folder import load_hf  # its imports take time

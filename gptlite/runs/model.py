@@ -5,6 +5,7 @@ import jax
 from jaxtyping import PRNGKeyArray
 
 from gptlite.config import ModelConfig
+from gptlite.errors import require
 from gptlite.machine.names import parse_lora
 from gptlite.models.gpt import GPT
 from gptlite.text.tokenizer import Tokenizer
@@ -17,6 +18,11 @@ def make_model(config: ModelConfig, tokenizer: Tokenizer, *, key: PRNGKeyArray) 
     token.
     """
     ends = tokenizer.end_ids if config.separate_documents else ()
+    require(
+        bool(ends) or not config.separate_documents,
+        "model.separate_documents needs a tokenizer with an end-of-text token, such as bpe:4096 or "
+        f"tiktoken:gpt2, got one without ({type(tokenizer).__name__}).",
+    )
     model = GPT(
         config,
         tokenizer.vocab_size,

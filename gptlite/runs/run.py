@@ -78,7 +78,10 @@ class Run:
     ) -> Iterator[str]:
         check_value("max_new_tokens", tokens, Annotated[int, Between(1, MAX_INT32)])
         check_value("seed", seed, Annotated[int, Between(0, MAX_INT32)])
-        require(not isinstance(stop, str), f"stop must be a list of strings, got {stop!r}.")
+        require(
+            isinstance(stop, list | tuple) and all(isinstance(text, str) for text in stop),
+            f"stop must be a list of strings, got {stop!r}.",
+        )
         prompt_ids(self.tokenizer, prompt)  # raises here, and not at the first piece
         options = {"max_new_tokens": tokens, "sampling": sampling, "seed": seed, "stop": stop}
         texts = stream_texts(self._prepared, self.tokenizer, prompt, **options)

@@ -25,10 +25,17 @@ def load_config(path: Path) -> Config:
     """
     try:
         fields: dict[str, Any] = read_json(path)
-        sections = {name: kind(**fields.pop(name)) for name, kind in get_type_hints(Config).items()}
-        return Config(**sections, **fields)
+        is_ours = "model_type" not in fields
+        kinds = get_type_hints(Config).items() if is_ours else ()
+        sections = {name: kind(**fields.pop(name)) for name, kind in kinds}
+        config = Config(**sections, **fields) if is_ours else None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is not a readable gptlite config: {error}") from error
+    if config is None:
+        raise UserError(
+            f"{path.parent} is a model in Hugging Face's format: name it as hf:{path.parent}."
+        )
+    return config
 
 
 def corpus_arguments(data: DataConfig) -> list[str]:
@@ -38,20 +45,23 @@ def corpus_arguments(data: DataConfig) -> list[str]:
 
 
 def save_sources(run: Path, config: ModelConfig) -> None:
-    """Copy the files with the custom blocks of `config` into the run."""
+    """Copy the files with the custom blocks of `config` into the run, unless there is a copy of
+    that name."""
     for name, source in custom_sources(config).items():
         (run / "custom").mkdir(exist_ok=True)
-        write_atomically(run / "custom" / name, source)
+        if not (run / "custom" / name).exists():
+            write_atomically(run / "custom" / name, source)
 
 
 def changed_sources(run: Path, config: ModelConfig) -> list[str]:
-    """The names of those files that differ from their copies in the run."""
-    if (run / "custom").is_symlink():
-        return []
+    """The names of those files that none of the copies in the run is like. (A file may have another
+    name now.)"""
+    folder = run / "custom"
+    copies = [] if folder.is_symlink() else sorted(folder.glob("*"))
     return [
         name
         for name, source in custom_sources(config).items()
-        if (copy := run / "custom" / name).exists() and not _holds(copy, source)
+        if copies and not any(_holds(copy, source) for copy in copies)
     ]
 
 

@@ -19,7 +19,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Key
 
-from gptlite.cli import TrainArguments, settings
+from gptlite.cli import TrainArguments, check_start, settings
 from gptlite.config import Config
 from gptlite.custom import custom_arguments, load_custom
 from gptlite.machine.memory import require_memory
@@ -174,6 +174,7 @@ def start_run(arguments: TrainArguments) -> Iterator["TrainingRun"]:
 
             check_installed(trackers)
         check_same("settings", settings(arguments))
+        check_start(config, arguments.resume, arguments.init_from, arguments.custom)
         if arguments.resume is not None:
             path = find_run(arguments.resume)
         else:
@@ -278,6 +279,10 @@ class TrainingRun:
         **Raises:** `UserError` if it cannot be written, or there is a run of that name.
         """
         wait_for_first("ready")  # for all: what one of them finds wrong is found before
+        (signal,) = largest(self._stop.signal or 0)
+        if signal:
+            log("stopped before the first step: nothing has been written.")
+            sys.exit(128 + signal)
         self._start.write(self._folder, self.config, split, state)
         self._loop = self._stack.enter_context(contextlib.ExitStack())
         self._loop.enter_context(self._folder.training_errors(self.tokenizer))
@@ -297,11 +302,16 @@ class TrainingRun:
         self._signal, save = largest(self._stop.signal or 0, self._folder.save_is_due())
         return bool(self._signal), bool(save)
 
-    def log(self, progress: Progress, val_loss: float | None = None, sample: str = "") -> None:
-        """Write a line of metrics, and show it, with a sample of the model's text."""
+    def log(self, progress: Progress, val_loss: float | None = None) -> None:
+        """Write a line of metrics, and show it."""
         self._folder.log_metrics(progress, val_loss)
-        self._display.update(self._folder.last, sample)
-        self._track(progress.step, self._folder.last | ({"sample": sample} if sample else {}))
+        self._display.update(self._folder.last)
+        self._track(progress.step, self._folder.last)
+
+    def show_sample(self, text: str) -> None:
+        """Show a sample of the model's text, after a line of metrics."""
+        self._display.show_sample(text)
+        self._track(self._folder.last["step"], {"sample": text})
 
     def save(self, progress: Progress) -> None:
         """Start to save a checkpoint and the weights."""

@@ -5,7 +5,7 @@ A corpus of any size is read in pieces, several times. Only `Corpus.text` holds 
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -106,14 +106,14 @@ def text_corpus(text: str | Callable[[], Iterator[str]], name: str = "text") -> 
     return Corpus(name, version, read, characters=characters, alphabet=alphabet)
 
 
-def documents(texts: Sequence[str], name: str = "documents") -> Corpus:
-    """Texts in memory as a corpus of documents: encoded one by one, with the end of a text after
+def documents(texts: Any, name: str = "documents") -> Corpus:
+    """A list of strings as a corpus of documents: encoded one by one, with the end of a text after
     each, and every tenth for validation.
 
     **Raises:** `UserError` if there are none, or a document is no string.
     """
     require(
-        len(texts) > 0 and all(isinstance(text, str) for text in texts),
+        isinstance(texts, list | tuple) and bool(texts) and all(isinstance(x, str) for x in texts),
         f"documents takes a list of strings, at least one, got {str(texts)[:100]}.",
     )
     checksum = hashlib.sha256()

@@ -118,13 +118,6 @@ class CacheOfABatchOnly(OneHead):
         return super().init_cache(batch[:1] or (1,), capacity, dtype)
 
 
-class ScoresInHalf(OneHead):
-    def weights(self, scores):
-        if self.query.weight.dtype == jnp.bfloat16:
-            scores = jnp.round(scores)
-        return jax.nn.softmax(scores, axis=-1)
-
-
 class Layer(eqx.Module):
     """An MLP, right as it stands."""
 

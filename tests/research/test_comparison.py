@@ -9,7 +9,7 @@ import pytest
 from conftest import TEXT, TINY, refusal
 
 from gptlite.cli import parse_compare
-from gptlite.config import Config, DataConfig, OptimizerConfig, TrainingConfig
+from gptlite.config import Config, DataConfig, TrainingConfig
 from gptlite.errors import UserError
 from gptlite.research import comparison as comparison_module, plots
 from gptlite.research.comparison import Comparison
@@ -28,9 +28,6 @@ BASE = Config(
     ),
 )
 DEEPER = dataclasses.replace(BASE, model=dataclasses.replace(BASE.model, n_layers=3))
-HOPELESS = dataclasses.replace(
-    BASE, optimizer=OptimizerConfig(learning_rate=0, adam_learning_rate=0)
-)
 
 
 @pytest.fixture

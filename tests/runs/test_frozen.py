@@ -98,7 +98,7 @@ def test_patterns_that_mean_nothing_are_refused():
 
 
 def test_adapters_are_of_a_model_that_has_been_trained():
-    with pytest.raises(UserError, match="give --init-from"):
+    with pytest.raises(UserError, match="name it with --init-from"):
         Config(model=dataclasses.replace(TINY, lora="2"))
     with pytest.raises(UserError, match=r"leave training\.freeze out"):
         make_config("embedding.*", LORA)

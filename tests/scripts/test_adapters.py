@@ -113,7 +113,7 @@ def test_samples_exports_and_other_runs_have_the_whole_model(place, way):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--model.lora", "2"], "give --init-from"),
+        (["--model.lora", "2"], "name it with --init-from"),
         (["--init-from", "base", "--model.lora", "x"], "must be a rank"),
         (["--init-from", "base", "--model.lora", "2:matrices=gate"], "has a Linear named gate"),
         (["--init-from", "base", "--training.freeze", "head"], "names no parameter"),

@@ -11,8 +11,11 @@ import pytest
 from conftest import TEXT, run_script
 from support.kill_loop import ROOT, compare, kill_loop, metrics, settings, start
 
+import gptlite
 import train
+from gptlite.errors import UserError
 from gptlite.runs.checkpoints import list_steps
+from gptlite.training.step import TrainSteps
 
 STEPS = 150
 
@@ -82,7 +85,7 @@ def test_what_may_not_change_is_refused_by_name(place, words, said, monkeypatch,
     ("words", "said"),
     [
         (["--resume", "absent"], "absent is not a run"),
-        (["--resume", ""], "is not a run"),
+        (["--resume", ""], "no run named ''"),
         (["quick", "--resume", "whole"], "leave the preset quick out"),
         (["--resume"], "resume"),
         # Only the user decides which files are read.
@@ -132,6 +135,38 @@ def test_a_signal_saves_and_says_how_to_resume(tmp_path):
     done = run_script("train.py", *words, folder=tmp_path)
     assert done.code == 0, done.err
     assert f"from step {step}" in done.out
+
+
+def test_a_stop_before_the_first_step_replaces_no_run(place, tmp_path, monkeypatch):
+    shutil.copytree(place, tmp_path, dirs_exist_ok=True)
+    compile_steps = TrainSteps.compile
+
+    def stopped(self, *arguments):
+        compile_steps(self, *arguments)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(TrainSteps, "compile", stopped)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    words = [*settings(STEPS), "--run", "whole", "--overwrite"]
+    done = run_script("train.py", *words, folder=tmp_path)
+    assert done.code == 130
+    assert "nothing has been written" in done.out
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_sample_that_fails_loses_no_checkpoint(tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text(TEXT)
+
+    def generate(*arguments, **options):
+        raise UserError("no sample")
+
+    monkeypatch.setattr(gptlite, "generate", generate)
+    words = [*settings(STEPS), "--training.sample-tokens", "5", "--run", "one"]
+    done = run_script("train.py", *words, folder=tmp_path)
+    assert done.code == 2
+    assert "no sample" in done.err
+    assert len(list_steps(tmp_path / "runs" / "one" / "checkpoints")) == 1
+    assert (tmp_path / "runs" / "one" / "best.safetensors").exists()
 
 
 @pytest.mark.processes

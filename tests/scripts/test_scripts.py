@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, TEXT, run_script
 
+import gptlite
 import sample
 import train
 from gptlite.cli import exit_on_error, parse_sample, parse_train
@@ -26,7 +27,6 @@ from gptlite.machine.progress import log
 from gptlite.machine.pytrees import count_parameters
 from gptlite.presets import PRESETS
 from gptlite.runs.load import load, load_run
-from gptlite.text import tokens
 
 TINY = [
     "--model.n-layers",
@@ -86,12 +86,13 @@ def test_a_process_of_its_own_writes_and_says_the_same(place, tmp_path):
 
 def test_a_text_in_a_file_of_ids_is_trained_on_and_sampled_from(tmp_path, monkeypatch):
     (tmp_path / "rhyme.txt").write_text(TEXT, encoding="utf-8")
-    mapped = functools.partial(tokens.split_corpus, in_memory=0, folder=tmp_path / "tokens")
-    monkeypatch.setattr(tokens, "split_corpus", mapped)
+    mapped = functools.partial(gptlite.split_corpus, in_memory=0, folder=tmp_path / "tokens")
+    monkeypatch.setattr(gptlite, "split_corpus", mapped)
     words = ["--data.corpus", "rhyme.txt", "--run", "mapped", *TINY]
     done = run_script("train.py", *words, folder=tmp_path)
     assert done.code == 0, done.err
     assert done.out.count("    | ") >= 2
+    assert len(list((tmp_path / "tokens").glob("*.train"))) == 1
 
 
 def test_training_writes_every_file_of_a_run(place):
@@ -324,6 +325,7 @@ def test_sampling_without_a_run_says_what_to_do(tmp_path, monkeypatch, capsys):
         (["--data.corpus", "a" * 300], "no corpus aaa"),
         (["--data.corpus", "rhyme.txt", "--run", "a" * 300], "cannot be named"),
         (["--model.d-model", "4000000000"], "d_model must be at least 1 and"),
+        (["--model.mlp", "GELU"], "model.mlp must be one of gelu, silu,"),
         (["--data.corpus", "rhyme.txt", "--run", "one"], "--overwrite"),
         (["--data.corpus", "rhyme.txt", "--run", "a/b"], "'a/b'"),
         (["--data.corpus", "rhyme.txt", "--run", ""], "''"),
@@ -369,6 +371,7 @@ def test_an_estimate_is_of_the_model_that_a_run_begins_from(place, monkeypatch, 
         (["--fit", "batch"], "--fit batch needs --for"),
         (["--for", "h100"], "--for must be a GPU and how many of them"),
         (["--resume", "x"], "unrecognized"),
+        (["--model.separate-documents", "--data.corpus", "pydoc"], "an end-of-text token"),
         (["--model.n-layers", "2", "s"], "preset comes first: python -m gptlite.estimate s"),
     ],
 )
