@@ -82,11 +82,11 @@ def train(name: str, folder: Path) -> Round:
     import jax
 
     from gptlite.config import OptimizerConfig, TrainingConfig
+    from gptlite.machine.mesh import make_mesh
     from gptlite.models.gpt import GPT
     from gptlite.presets import PRESETS
     from gptlite.runs.corpora import load_corpus
     from gptlite.runs.tokenizers import make_tokenizer
-    from gptlite.sharding import make_mesh
     from gptlite.text.batches import Batches
     from gptlite.text.tokens import split_corpus
     from gptlite.training.fit import fit

@@ -70,10 +70,10 @@ def compile_step(
     import equinox as eqx
     import jax
 
+    from gptlite.machine.mesh import make_mesh
     from gptlite.models.gpt import GPT
     from gptlite.nn.kernels import head
     from gptlite.presets import PRESETS
-    from gptlite.sharding import make_mesh
     from gptlite.training.step import TrainSteps
 
     config = PRESETS[preset][1]

@@ -45,10 +45,10 @@ def make_round(shape: Shape, dtype: str, steps: int) -> Round:
     import jax
     import numpy as np
 
+    from gptlite.machine.mesh import make_mesh
     from gptlite.machine.runtime import set_up_jax
     from gptlite.models.gpt import GPT
     from gptlite.presets import PRESETS
-    from gptlite.sharding import make_mesh
     from gptlite.training.step import TrainSteps
 
     preset = PRESETS["s"][1]

@@ -26,6 +26,7 @@ from .hugging_face.folder import export_run as export_run
 from .inspect.attention_maps import attention_maps as attention_maps
 from .inspect.logit_lens import logit_lens as logit_lens
 from .inspect.summary import summary as summary
+from .machine.mesh import make_mesh as make_mesh
 from .machine.progress import log as log, printable as printable
 from .machine.runtime import set_up_jax as set_up_jax
 from .models.gpt import GPT as GPT
@@ -38,7 +39,6 @@ from .runs.model import abstract_model as abstract_model, make_model as make_mod
 from .runs.run import Run as Run
 from .runs.start import start_run as start_run
 from .runs.tokenizers import make_tokenizer as make_tokenizer
-from .sharding import make_mesh as make_mesh
 from .text.batches import Batches as Batches
 from .text.corpus import documents as documents, text_corpus as text_corpus
 from .text.tokens import split_corpus as split_corpus

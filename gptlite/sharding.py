@@ -1,4 +1,4 @@
-"""The mesh of devices, and how arrays are sharded over it.
+"""How arrays are sharded over the mesh of devices.
 
 All other code computes on whole arrays, as if there were one device, except in `mean_by_rows` and
 `map_rows`. A mesh has three axes:
@@ -20,20 +20,14 @@ from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
-import numpy as np
-from jax.experimental import mesh_utils, multihost_utils
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Int
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array
 
-from gptlite.config import MeshConfig, ModelConfig
-from gptlite.errors import UserError
 from gptlite.machine.pytrees import is_array, is_stacked, path_name
 
 T = TypeVar("T")
 
 AXES = ("data", "fsdp", "tensor")
-# Models trained side by side, each on one device: see `seeds_mesh`.
-SEEDS = "seeds"
 # The axes of the mesh over which an axis of an array is sharded.
 MESH_AXES = {
     "batch": ("data", "fsdp"),
@@ -49,54 +43,6 @@ MESH_AXES = {
 # its end.
 BY_OUTPUT = ("query", "key", "value", "gate", "up", "head", "embedding", "previous")
 BY_INPUT = ("output", "down")
-
-
-def make_mesh(
-    *, data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None
-) -> Mesh:
-    """A mesh of `devices`, by default all. One of the sizes may be -1: what the others leave.
-
-    **Raises:** `UserError` if the sizes do not make up the number of devices.
-    """
-    devices = jax.devices() if devices is None else list(devices)
-    shape = MeshConfig(data, fsdp, tensor).shape(len(devices))
-    return Mesh(arranged(devices, shape), AXES, axis_types=(AxisType.Auto,) * 3)
-
-
-def arranged(devices: Sequence[Any], shape: tuple[int, int, int]) -> np.ndarray:
-    """`devices` in a mesh of that shape. Those of a slice (a TPU slice, a host with GPUs) have fast
-    links; slices are joined along `data`, as far as it goes, then `fsdp`, then `tensor`."""
-    slices = len({getattr(device, "slice_index", 0) for device in devices})
-    if slices == 1:
-        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    slow, left = [], slices
-    for size in shape:
-        slow.append(math.gcd(size, left))
-        left //= slow[-1]
-    fast = [size // count for size, count in zip(shape, slow, strict=True)]
-    return mesh_utils.create_hybrid_device_mesh(fast, slow, devices, allow_split_physical_axes=True)
-
-
-def check_tensor(tensor: int, model: ModelConfig) -> None:
-    """**Raises:** `UserError` if so many devices along `tensor` cannot share the heads evenly."""
-    kv_heads = model.n_kv_heads or model.n_heads
-    common = math.gcd(model.n_heads, kv_heads)
-    if common % tensor:
-        fitting = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
-        raise UserError(
-            f"mesh.tensor must divide model.n_heads, {model.n_heads}, and model.n_kv_heads, "
-            f"{kv_heads}: {fitting} would do, got {tensor}."
-        )
-
-
-def check_rows(mesh: Mesh | AbstractMesh, rows: int) -> None:
-    """**Raises:** `UserError` if the devices of `mesh` cannot share `rows` rows evenly."""
-    devices = mesh.shape["data"] * mesh.shape["fsdp"]
-    if rows % devices:
-        raise UserError(
-            f"training.batch_size / training.accumulation must be a multiple of the {devices} "
-            f"devices that share it, got {rows}."
-        )
 
 
 def parameter_spec(path: str, shape: Sequence[int], mesh: Any) -> PartitionSpec:
@@ -116,82 +62,6 @@ def parameter_spec(path: str, shape: Sequence[int], mesh: Any) -> PartitionSpec:
     return spec_for((*(None,) * (len(shape) - 2), *cut), shape, mesh)
 
 
-def place(tree: T, mesh: Mesh) -> T:
-    """`tree`, a model or a training state, sharded over `mesh`."""
-    return _shard(tree, mesh, jax.device_put)
-
-
-def place_seeds(tree: T, mesh: Mesh) -> T:
-    """`tree`, whose arrays begin with an axis of seeds, sharded over a `seeds_mesh`."""
-    return eqx.filter_shard(tree, NamedSharding(mesh, PartitionSpec(SEEDS)))
-
-
-def place_batches(tree: T, mesh: Mesh) -> T:
-    """Batches `[steps, batch, ...]`, of which this process has the `local_rows`, with their rows
-    sharded over `mesh`; of a `seeds_mesh`, `[steps, seeds, batch, ...]`."""
-    rows = SEEDS if SEEDS in mesh.shape else MESH_AXES["batch"]
-    sharding = NamedSharding(mesh, PartitionSpec(None, rows))
-    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), tree)
-
-
-def local_rows(mesh: Mesh, rows: int) -> Int[np.ndarray, " local"]:
-    """Which of the `rows` rows of a batch the devices of this process have."""
-    if SEEDS in mesh.shape:
-        return np.arange(rows)
-    sharding = NamedSharding(mesh, PartitionSpec(MESH_AXES["batch"]))
-    found = sharding.addressable_devices_indices_map((rows,)).values()
-    parts = {place[0].indices(rows)[:2] for place in found if place is not None}
-    return np.concatenate([np.arange(*part) for part in sorted(parts)])
-
-
-def replicate(tree: T, mesh: Mesh) -> T:
-    """`tree`, whole on every device of `mesh`."""
-    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
-
-
-def is_whole(tree: Any) -> bool:
-    """Whether every device holds all of the arrays of `tree`."""
-    return all(x.is_fully_replicated for x in arrays_of(tree))
-
-
-def is_on_cpu(tree: Any) -> bool:
-    """Whether the arrays of `tree` are on devices of a CPU."""
-    return all(device.platform == "cpu" for x in arrays_of(tree) for device in x.devices())
-
-
-def arrays_of(tree: Any) -> list[jax.Array]:
-    """The arrays in `tree`."""
-    return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
-
-
-def local(tree: T) -> T:
-    """`tree` on the first device, if every device holds all of it; else as it is."""
-    if not is_whole(tree):
-        return tree
-    return jax.tree.map(lambda x: x.addressable_data(0) if isinstance(x, jax.Array) else x, tree)
-
-
-def is_local(x: Array) -> bool:
-    """Whether the devices of this process have all of `x`."""
-    return x.is_fully_replicated or x.is_fully_addressable
-
-
-def whole(x: Array) -> np.ndarray:
-    """`x` in host memory, gathered from all processes."""
-    if is_local(x):
-        return np.asarray(x)
-    return multihost_utils.process_allgather(x, tiled=True)
-
-
-def skeleton(tree: T, mesh: Mesh) -> T:
-    """`place`, with the shapes, dtypes and shardings of arrays in place of the arrays."""
-
-    def shape(x, sharding):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    return _shard(tree, mesh, shape)
-
-
 # The functions below are for code that is compiled for the mesh that `jax.set_mesh` sets.
 
 
@@ -209,7 +79,8 @@ def constrain(x: Array, *axes: str | None) -> Array:
 def constrain_parameters(tree: T) -> T:
     """`tree`, inside a compiled function, sharded as `place` does it."""
     mesh = current_mesh()
-    return tree if mesh is None else _shard(tree, mesh, jax.lax.with_sharding_constraint)
+    constrain_one = jax.lax.with_sharding_constraint
+    return tree if mesh is None else map_shardings(constrain_one, tree, mesh)
 
 
 def gathered(module: T, path: str) -> T:
@@ -260,9 +131,11 @@ def targets_cpu() -> bool:
     return _device_kind() == "cpu"
 
 
-def n_seeds_devices() -> int:
-    """The devices of a `seeds_mesh`, each of which trains models of its own; 0 on other meshes."""
-    return jax.sharding.get_abstract_mesh().shape.get(SEEDS, 0)
+def n_other_devices() -> int:
+    """The devices along an axis of the mesh that is none of ours, where each has models of its own
+    (see research/seeds.py); 0 without such an axis."""
+    others = [n for axis, n in jax.sharding.get_abstract_mesh().shape.items() if axis not in AXES]
+    return math.prod(others) if others else 0
 
 
 def is_mesh_set() -> bool:
@@ -284,8 +157,9 @@ def current_mesh() -> Any:
     return mesh if math.prod(mesh.shape[axis] for axis in AXES) > 1 else None
 
 
-def _shard(tree: T, mesh: Any, put: Callable[[Any, NamedSharding], Any]) -> T:
-    """`tree` with `put(array, sharding)` in place of each array, or shape of an array."""
+def map_shardings(put: Callable[[Any, NamedSharding], Any], tree: T, mesh: Any) -> T:
+    """`tree`, a model or a training state, with `put(array, sharding)` in place of each array, or
+    shape of an array."""
 
     def of(path, leaf):
         if not is_array(leaf):

@@ -229,7 +229,7 @@ def drawn(make: Callable[[Any], Any], scale: float = 1.0) -> Any:
 
     Drawn by NumPy, because to compile a model's own initialisation takes seconds.
     """
-    skeleton = eqx.filter_eval_shape(make, jax.random.key(0))
+    abstract = eqx.filter_eval_shape(make, jax.random.key(0))
     random = np.random.default_rng(0)
 
     def draw(leaf):
@@ -238,7 +238,7 @@ def drawn(make: Callable[[Any], Any], scale: float = 1.0) -> Any:
         std = scale * (leaf.shape or (1,))[-1] ** -0.5
         return jnp.asarray(random.normal(scale=std, size=leaf.shape).astype(leaf.dtype))
 
-    return jax.tree.map(draw, skeleton)
+    return jax.tree.map(draw, abstract)
 
 
 @functools.cache

@@ -18,17 +18,9 @@ from support import meshes
 
 from gptlite.config import MeshConfig, ModelConfig
 from gptlite.errors import UserError
+from gptlite.machine.mesh import arranged, check_tensor, local, make_mesh, place
 from gptlite.runs.weights import named_arrays
-from gptlite.sharding import (
-    AXES,
-    arranged,
-    check_tensor,
-    constrain,
-    local,
-    make_mesh,
-    parameter_spec,
-    place,
-)
+from gptlite.sharding import AXES, constrain, parameter_spec
 
 MESHES = ["(8, 1, 1)", "(1, 8, 1)", "(2, 2, 2)", "(1, 1, 8)"]
 MIXED = "(2, 2, 2)"

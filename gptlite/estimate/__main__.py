@@ -70,13 +70,13 @@ def estimate(arguments: EstimateArguments) -> None:
     from gptlite.estimate.report import report
     from gptlite.estimate.step import compile_step, rows_at_once
     from gptlite.inspect.summary import summary
+    from gptlite.machine.mesh import check_tensor, make_mesh
     from gptlite.machine.runtime import set_up_jax, usable_cpu_devices
     from gptlite.runs.corpora import load_corpus
     from gptlite.runs.find import find_run
     from gptlite.runs.frozen import trainable
     from gptlite.runs.model import abstract_model
     from gptlite.runs.tokenizers import load_tokenizer, make_tokenizer
-    from gptlite.sharding import check_tensor, make_mesh
     from gptlite.training.step import TrainSteps
 
     config, training = arguments.config, arguments.config.training

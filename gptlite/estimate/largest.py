@@ -40,7 +40,7 @@ def largest_step(
 
     fits, fails = largest_batch(
         used,
-        size_on_device(steps.skeleton(model)) / usable,
+        size_on_device(steps.abstract_state(model)) / usable,
         rows,
         shards * (steps.training.accumulation or 1),
     )

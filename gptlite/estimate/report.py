@@ -45,7 +45,7 @@ def _figure(value: float) -> str:
 
 
 def _memory(step: CompiledStep, hardware: Hardware) -> list[str]:
-    state = step.steps.skeleton(step.model)
+    state = step.steps.abstract_state(step.model)
     parts = {
         "parameters": size_on_device(state.model),
         "optimizer": size_on_device(state.optimizer_state),

@@ -50,13 +50,13 @@ class CompiledStep:
 
 
 def size_on_device(tree: Any) -> int:
-    """Bytes of what a device has of a `skeleton`."""
+    """Bytes of what a device has of arrays, or shapes of arrays."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if is_array(leaf)]
     shards = ((leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize) for leaf in leaves)
     return sum(math.prod(shape) * size for shape, size in shards)
 
 
-def batch_skeleton(shape: tuple[int, ...], mesh: Mesh) -> jax.ShapeDtypeStruct:
+def abstract_batch(shape: tuple[int, ...], mesh: Mesh) -> jax.ShapeDtypeStruct:
     """The shape of batches of ids as `place_batches` places them, or of a number."""
     spec = PartitionSpec(None, MESH_AXES["batch"]) if shape else PartitionSpec()
     return jax.ShapeDtypeStruct(shape, np.int32, sharding=NamedSharding(mesh, spec))
@@ -65,9 +65,9 @@ def batch_skeleton(shape: tuple[int, ...], mesh: Mesh) -> jax.ShapeDtypeStruct:
 def lower_step(steps: TrainSteps, model: Any, context_length: int) -> jax.stages.Lowered:
     """The program of a step on windows of ids. `model`, which may be `eqx.filter_eval_shape` of
     one, and the devices of the mesh need not be there."""
-    state, static = eqx.partition(steps.skeleton(model), is_array)
-    windows = batch_skeleton((1, steps.training.batch_size, context_length + 1), steps.mesh)
-    number = batch_skeleton((), steps.mesh)
+    state, static = eqx.partition(steps.abstract_state(model), is_array)
+    windows = abstract_batch((1, steps.training.batch_size, context_length + 1), steps.mesh)
+    number = abstract_batch((), steps.mesh)
 
     # Not `eqx.filter_jit`, for which a shape is no array.
     def run(data, state):

@@ -10,10 +10,10 @@ import jax
 from jaxtyping import PyTree
 
 from gptlite.config import OptimizerConfig, TrainingConfig
+from gptlite.machine.mesh import make_mesh
 from gptlite.machine.progress import log, progress_bar
 from gptlite.machine.pytrees import Trainable, is_parameter
 from gptlite.machine.stop import Stop
-from gptlite.sharding import make_mesh
 from gptlite.training.fit import BatchOf, fit
 from gptlite.training.step import Losses, LossMask, TrainSteps
 

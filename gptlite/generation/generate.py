@@ -22,14 +22,14 @@ from gptlite.config import SamplingConfig
 from gptlite.errors import UserError, require
 from gptlite.generation.sampling import Sampling, sample
 from gptlite.machine.memory import require_memory
+from gptlite.machine.mesh import is_on_cpu, is_whole, replicate, row_mesh
 from gptlite.machine.pytrees import size_of
 from gptlite.models.gpt import GPT
 from gptlite.nn.cache import Cache, read_at
 from gptlite.nn.context import PerSequence
 from gptlite.nn.kernels.decoding import rearranged
-from gptlite.nn.kernels.rows import map_rows, row_mesh
+from gptlite.nn.kernels.rows import map_rows
 from gptlite.nn.stack import unstacked
-from gptlite.sharding import is_on_cpu, is_whole, replicate
 
 # Tokens generated in one compiled call: few enough to stream smoothly, enough to hide the call.
 TOKENS_PER_CALL = 32

@@ -41,16 +41,16 @@ def load_hf(name: str) -> Run:
     fields = _read(folder / "config.json")
     model, vocab_size = from_hf_config(fields), vocab_size_of(fields)
     tokenizer = load_hf_tokenizer(folder)
-    skeleton = abstract_model(model, tokenizer)
-    require_room(str(folder), skeleton)
+    abstract = abstract_model(model, tokenizer)
+    require_room(str(folder), abstract)
     names = Names(model, fields["model_type"])
     if folder != Path(name):
         fetch(name, _weight_files(folder), folder.name)
     files = _Tensors(folder, names.family.layers.partition(".")[0])
-    arrays = import_arrays(names, named_leaves(skeleton), files.get)
+    arrays = import_arrays(names, named_leaves(abstract), files.get)
     files.end(dict(export_arrays(names, arrays, vocab_size)))
     config = Config(model=model, data=DataConfig(tokenizer=f"hf:{name}"))
-    return Run(folder, config, tokenizer, fill(skeleton, arrays, f"The weights of {name}"))
+    return Run(folder, config, tokenizer, fill(abstract, arrays, f"The weights of {name}"))
 
 
 def export_run(run: Run, folder: Path | str) -> None:

@@ -205,11 +205,11 @@ class Comparison:
 
     def _count_cost(self, config: Config) -> tuple[int, int]:
         """Parameters, and training FLOPs per token."""
-        skeleton = self._skeleton(config)
-        flops = flops_per_token(skeleton, trainable(config, skeleton))[1]
-        return count_parameters(skeleton), flops
+        model = self._abstract_model(config)
+        flops = flops_per_token(model, trainable(config, model))[1]
+        return count_parameters(model), flops
 
-    def _skeleton(self, config: Config) -> Any:
+    def _abstract_model(self, config: Config) -> Any:
         return abstract_model(config.model, self._tokenizer)
 
     def _relative_speed(self, config: Config, at_once: int) -> float:
@@ -233,12 +233,12 @@ class Comparison:
 
     def _seeds_that_fit(self, config: Config) -> int:
         """How many seeds fit into memory."""
-        skeleton = self._skeleton(config)
-        trained = trainable(config, skeleton)
+        model = self._abstract_model(config)
+        trained = trainable(config, model)
         rows = config.training.batch_size // (config.training.accumulation or 1)
         # In float32, parameters, and for those that are trained gradients and two moments.
-        state = count_parameters(skeleton) + 3 * count_parameters(eqx.filter(skeleton, trained))
-        each = 4 * state + activation_bytes(skeleton, rows)
+        state = count_parameters(model) + 3 * count_parameters(eqx.filter(model, trained))
+        each = 4 * state + activation_bytes(model, rows)
         seeds = max(1, int(MEMORY_SHARE * free_memory() / each))
         return max(seeds - seeds % jax.device_count(), 1)
 

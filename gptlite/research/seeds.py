@@ -7,23 +7,28 @@ the same up to the order of sums.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from gptlite.config import Config
+from gptlite.machine.mesh import replicate
 from gptlite.runs.frozen import trainable
 from gptlite.runs.model import make_model
-from gptlite.sharding import AXES, SEEDS
+from gptlite.sharding import AXES
 from gptlite.text.batches import Batches
 from gptlite.text.tokenizer import Tokenizer
 from gptlite.text.tokens import Split
-from gptlite.training.evaluate import Evaluation
+from gptlite.training.evaluate import evaluation_batches, summed_loss
 from gptlite.training.fit import fit
-from gptlite.training.step import TrainSteps
+from gptlite.training.step import TrainState, TrainSteps, copied
+
+# The axis of the mesh, and of every array.
+SEEDS = "seeds"
 
 
 def seeds_mesh(models: int) -> Mesh:
@@ -33,6 +38,44 @@ def seeds_mesh(models: int) -> Mesh:
     names = (SEEDS, *AXES)
     shape = (len(devices), 1, 1, 1)
     return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * 4, devices=devices)
+
+
+class SeedsSteps(TrainSteps):
+    """The update of several models side by side: every array of the state begins with an axis of
+    seeds, and batches are `[steps, seeds, batch, ...]`."""
+
+    def __init__(self, model: eqx.Module, config: Config, mesh: Mesh, seeds: Sequence[int]):
+        super().__init__(
+            model, config.optimizer, config.training, mesh, trainable=trainable(config, model)
+        )
+        self._seeds = self._put(jnp.asarray(seeds, jnp.int32))
+        self.batch_shape = (len(seeds), config.training.batch_size)
+
+    def _put(self, tree: Any, *axes: None) -> Any:
+        """`tree`, with the axis of seeds, which follows `axes`, sharded over the devices."""
+        sharding = NamedSharding(self.mesh, PartitionSpec(*axes, SEEDS))
+        return eqx.filter_shard(tree, sharding)
+
+    def init(self, model: Any) -> TrainState:
+        """As `TrainSteps.init`, for models that are stacked."""
+        model = self._put(copied(model))
+        with jax.set_mesh(self.mesh):
+            init = eqx.filter_jit(eqx.filter_vmap(self.init_optimizer))
+            optimizer_state = init(eqx.filter(model, self.trainable))
+        steps = jnp.zeros(self._seeds.shape, jnp.int32)
+        return self._put(TrainState(model, optimizer_state, steps))
+
+    def place(self, batches: Any, count: int) -> Any:
+        return self._put(jax.tree.map(jnp.asarray, batches), None), jnp.asarray(count), self._seeds
+
+    def update(self, state: TrainState, batches: Any, count: Any, seed: Any) -> Any:
+        update = eqx.filter_vmap(super().update, in_axes=(eqx.if_array(0), 1, None, 0))
+        return update(state, batches, count, seed)
+
+
+@eqx.filter_jit
+def _summed_losses(models: Any, batches: Any) -> Any:
+    return eqx.filter_vmap(lambda model: summed_loss(model, batches))(models)
 
 
 @dataclass(frozen=True)
@@ -74,10 +117,9 @@ def fit_seeds(
 
     models = draw(jnp.asarray(filled, jnp.int32))
     one = jax.tree.map(lambda x: x[0] if eqx.is_array(x) else x, models)
-    train_steps = TrainSteps(
-        one, config.optimizer, training, mesh, trainable=trainable(config, one), seeds=filled
-    )
-    evaluate = Evaluation(split.validation, context, mesh)
+    train_steps = SeedsSteps(one, config, mesh, filled)
+    evaluation, targets = evaluation_batches(split.validation, context, devices=1)
+    evaluation = replicate(evaluation, mesh)
     fitting = fit(
         train_steps.init(models),
         train_steps,
@@ -89,7 +131,9 @@ def fit_seeds(
         for progress in fitting:
             losses = None
             if progress.evaluation_due:
-                losses = evaluate(progress.state.model)[: len(seeds)].tolist()
+                with jax.set_mesh(mesh):
+                    summed = np.asarray(_summed_losses(progress.state.model, evaluation))
+                losses = (summed.astype(np.float64) / targets)[: len(seeds)].tolist()
             seconds = progress.position.step_seconds
             yield SeedsProgress(progress.step, training.steps, losses, seconds)
 

@@ -32,9 +32,9 @@ from jaxtyping import Array, UInt32
 from gptlite.errors import UserError, require
 from gptlite.machine.fields import check_value
 from gptlite.machine.files import is_plausible
+from gptlite.machine.mesh import whole
 from gptlite.machine.processes import RESUME, publish
 from gptlite.runs.weights import check_shapes, fill, named_leaves
-from gptlite.sharding import whole
 from gptlite.training.fit import Position
 from gptlite.training.step import TrainState
 
@@ -143,20 +143,21 @@ class Checkpoints:
     def restore(
         self,
         step: int,
-        skeleton: TrainState,
+        abstract_state: TrainState,
         frozen: Mapping[str, Array] = MappingProxyType({}),
     ) -> Checkpoint:
-        """The checkpoint of `step`. Its arrays are sharded over devices as those of `skeleton` are.
-        `frozen`: the model's arrays that are not in it, by name.
+        """The checkpoint of `step`. Its arrays are sharded over devices as those of
+        `abstract_state` are. `frozen`: the model's arrays that are not in it, by name.
 
         **Raises:** `UserError` if the checkpoint cannot be read or is damaged, or its arrays do not
-        have the names, shapes and dtypes of `skeleton`, which is checked before any array is read.
+        have the names, shapes and dtypes of `abstract_state`, which is checked before any array is
+        read.
         """
         ocp, path = self._ocp, self._folder / str(step)
         with _as_user_error(path, "read"):
             found = self._manager.item_metadata(step)["state"].tree
         others = {f"{MODEL}{name}": array for name, array in frozen.items()}
-        leaves = {x: leaf for x, leaf in named_leaves(skeleton).items() if x not in others}
+        leaves = {x: leaf for x, leaf in named_leaves(abstract_state).items() if x not in others}
         check_shapes(leaves, dict(found), f"The arrays of {path}")
         for name, array in dict(found).items():
             # A small file may hold a chunk that fills the memory when it is unpacked.
@@ -185,7 +186,7 @@ class Checkpoints:
                 raise UserError(f"The checkpoint {path} is damaged: {error}") from error
         if record.position.step != step:
             raise UserError(f"The checkpoint {path} is damaged: it is of another step.")
-        return Checkpoint(fill(skeleton, arrays | others, f"The arrays of {path}"), record)
+        return Checkpoint(fill(abstract_state, arrays | others, f"The arrays of {path}"), record)
 
     def wait(self) -> None:
         """Wait until everything started is written.

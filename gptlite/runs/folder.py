@@ -223,15 +223,15 @@ class RunFolder:
             )
 
     def find_checkpoint(
-        self, skeleton: TrainState, config: Config, corpus_sha256: str
+        self, abstract_state: TrainState, config: Config, corpus_sha256: str
     ) -> Checkpoint:
         """The newest checkpoint that is not damaged, with its arrays sharded over devices as those
-        of `skeleton` are. Changes nothing.
+        of `abstract_state` are. Changes nothing.
 
         **Raises:** `UserError` if there is none, the run was trained on another corpus, or none of
         the steps in `config` is left to do.
         """
-        checkpoint = self._newest(skeleton, self._read_frozen(skeleton, config))
+        checkpoint = self._newest(abstract_state, self._read_frozen(abstract_state, config))
         record = checkpoint.record
         require(
             record.frozen_sha256 == self._frozen_sha256(config),
@@ -258,9 +258,9 @@ class RunFolder:
             )
         return checkpoint
 
-    def _read_frozen(self, skeleton: TrainState, config: Config) -> dict[str, jax.Array]:
+    def _read_frozen(self, abstract_state: TrainState, config: Config) -> dict[str, jax.Array]:
         is_frozen = frozen_in(config)
-        leaves = named_leaves(skeleton.model)
+        leaves = named_leaves(abstract_state.model)
         wanted = {name: leaf for name, leaf in leaves.items() if is_frozen(name)}
         arrays = read_arrays(self.path / FROZEN, wanted) if wanted else {}
         return {x: jax.device_put(array, wanted[x].sharding) for x, array in arrays.items()}
@@ -269,10 +269,10 @@ class RunFolder:
         is_any = config.model.lora is not None or config.training.freeze
         return sha256_of(self.path / FROZEN) if is_any else ""
 
-    def _newest(self, skeleton: TrainState, frozen: Mapping[str, jax.Array]) -> Checkpoint:
+    def _newest(self, abstract_state: TrainState, frozen: Mapping[str, jax.Array]) -> Checkpoint:
         folder = self.path / "checkpoints"
         # TensorStore reads whole files, of whatever size, and ends the process if they do not fit.
-        most = size_of(skeleton) + 2**20
+        most = size_of(abstract_state) + 2**20
         for file in folder.rglob("*"):
             if (size := file.lstat().st_size) > most:
                 raise UserError(
@@ -283,7 +283,7 @@ class RunFolder:
         with contextlib.closing(checkpoints):
             for step in list_steps(folder):
                 try:
-                    return checkpoints.restore(step, skeleton, frozen)
+                    return checkpoints.restore(step, abstract_state, frozen)
                 except UserError as error:
                     log(f"{error} Looking for an older checkpoint.")
         raise UserError(f"No checkpoint in {self.path} can be used.")

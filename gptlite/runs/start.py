@@ -23,6 +23,7 @@ from gptlite.cli import TrainArguments, check_start, settings
 from gptlite.config import Config
 from gptlite.custom import custom_arguments, load_custom
 from gptlite.machine.memory import require_memory
+from gptlite.machine.mesh import check_tensor
 from gptlite.machine.names import parse_lora
 from gptlite.machine.processes import (
     check_same,
@@ -50,7 +51,7 @@ from gptlite.runs.plots import losses, save_picture
 from gptlite.runs.run import Run
 from gptlite.runs.tokenizers import load_tokenizer, make_tokenizer
 from gptlite.runs.weights import fill, gather_to_first, named_arrays
-from gptlite.sharding import check_tensor, constrain_parameters
+from gptlite.sharding import constrain_parameters
 from gptlite.text.corpus import Corpus
 from gptlite.text.tokenizer import Tokenizer
 from gptlite.text.tokens import Split, require_documents
@@ -145,8 +146,8 @@ class Resumed:
         self.tokenizer = load_tokenizer(folder.path)
 
     def state(self, steps: TrainSteps, model: GPT, split: Split, key: Key[Array, ""]) -> TrainState:
-        skeleton = steps.skeleton(model)
-        checkpoint = self._folder.find_checkpoint(skeleton, self._config, split.sha256)
+        abstract_state = steps.abstract_state(model)
+        checkpoint = self._folder.find_checkpoint(abstract_state, self._config, split.sha256)
         self.position, self._record = checkpoint.record.position, checkpoint.record
         check_same("checkpoints", {"the step": str(self.position.step)})
         return checkpoint.state
@@ -256,7 +257,7 @@ class TrainingRun:
             f"{self.corpus.name}: {len(split.train):,} training tokens, {len(split.validation):,} "
             f"validation tokens, vocabulary {self.tokenizer.vocab_size:,}"
         )
-        require_memory("The training state", size_of(steps.skeleton(model)))
+        require_memory("The training state", size_of(steps.abstract_state(model)))
         state = self._start.state(steps, model, split, self._model_key)
         self._parameters = count_parameters(model)
         trained = count_parameters(eqx.filter(model, steps.trainable))

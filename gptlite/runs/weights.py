@@ -19,10 +19,10 @@ from safetensors import SafetensorError
 from gptlite.errors import UserError
 from gptlite.machine.files import check_regular, is_plausible, read_bounded, write_atomically
 from gptlite.machine.memory import require_memory
+from gptlite.machine.mesh import is_local, whole
 from gptlite.machine.processes import is_first
 from gptlite.machine.pytrees import is_array, is_stacked, path_name, size_of
 from gptlite.models.gpt import GPT
-from gptlite.sharding import is_local, whole
 
 T = TypeVar("T")
 
@@ -83,24 +83,24 @@ def gather_to_first(
     return found
 
 
-def fill(skeleton: T, arrays: dict[str, Any], source: str) -> T:
-    """`skeleton` (a pytree, or `eqx.filter_eval_shape` of one) with `arrays`, as from
+def fill(abstract: T, arrays: dict[str, Any], source: str) -> T:
+    """`abstract` (a pytree, or `eqx.filter_eval_shape` of one) with `arrays`, as from
     `named_arrays`, in their places.
 
     **Raises:** `UserError`, which names `source`, if names, shapes or dtypes are not those of the
-    skeleton.
+    `abstract`.
     """
-    check_shapes(skeleton, arrays, source)
+    check_shapes(abstract, arrays, source)
 
     def put(path, leaf):
         return jnp.asarray(arrays[path_name(path)]) if is_array(leaf) else leaf
 
-    return jax.tree_util.tree_map_with_path(put, skeleton)
+    return jax.tree_util.tree_map_with_path(put, abstract)
 
 
-def check_shapes(skeleton: PyTree, arrays: dict[str, Any], source: str) -> None:
+def check_shapes(abstract: PyTree, arrays: dict[str, Any], source: str) -> None:
     """**Raises:** `UserError` as `fill` does."""
-    wanted = named_leaves(skeleton)
+    wanted = named_leaves(abstract)
     for name, leaf in wanted.items():
         array = arrays.get(name)
         if array is None:
@@ -155,27 +155,27 @@ def read_shapes(path: Path) -> dict[str, list[int]] | None:
         return None
 
 
-def require_room(source: str, skeleton: GPT) -> None:
+def require_room(source: str, abstract: GPT) -> None:
     """**Raises:** `UserError` if there is not enough memory to load a model from `source`."""
-    require_memory(f"Loading {source}", LOADING * size_of(skeleton))
+    require_memory(f"Loading {source}", LOADING * size_of(abstract))
 
 
 def load_weights(
-    path: Path, skeleton: GPT, is_frozen: Callable[[str], bool] = lambda name: False
+    path: Path, abstract: GPT, is_frozen: Callable[[str], bool] = lambda name: False
 ) -> GPT:
-    """`skeleton` (a model, or `eqx.filter_eval_shape` of one) with the arrays in `path`, and those
+    """`abstract` (a model, or `eqx.filter_eval_shape` of one) with the arrays in `path`, and those
     that are frozen from the file beside it.
 
     **Raises:** `UserError` if a file is no safetensors file, or its names, shapes or dtypes are not
-    the skeleton's.
+    those of `abstract`.
     """
-    require_room(str(path), skeleton)
-    leaves = named_leaves(skeleton)
+    require_room(str(path), abstract)
+    leaves = named_leaves(abstract)
     frozen = {name: leaf for name, leaf in leaves.items() if is_frozen(name)}
     arrays = read_arrays(path, {x: leaf for x, leaf in leaves.items() if x not in frozen})
     if frozen:
         arrays |= read_arrays(path.with_name(FROZEN), frozen)
-    return fill(skeleton, arrays, f"The weights {path}")
+    return fill(abstract, arrays, f"The weights {path}")
 
 
 def read_arrays(path: Path, wanted: Mapping[str, Any]) -> dict[str, np.ndarray]:

@@ -11,9 +11,9 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from gptlite.machine.mesh import local_rows, place, place_batches
 from gptlite.models.gpt import GPT
 from gptlite.nn.stack import unstacked
-from gptlite.sharding import SEEDS, local_rows, place, place_batches, replicate
 from gptlite.text.batches import split_windows
 from gptlite.text.tokenizer import Ids
 from gptlite.text.tokens import Split
@@ -31,38 +31,27 @@ class Evaluation:
     """
 
     def __init__(self, tokens: Ids, context_length: int, mesh: Mesh):
-        """`mesh`: the devices that share the work. On a `seeds_mesh`, models are evaluated side by
-        side.
+        """`mesh`: the devices that share the work.
 
         **Raises:** `UserError` if there are fewer than 2 tokens.
         """
-        windows, self._targets = split_windows(tokens, context_length)
-        rows = min(len(windows), max(1, TOKENS_PER_BATCH // context_length))
-        devices = 1 if SEEDS in mesh.shape else mesh.shape["data"] * mesh.shape["fsdp"]
-        rows = -(-rows // devices) * devices
-        batches = -(-len(windows) // rows)
-        padding = np.full((batches * rows - len(windows), context_length + 1), -1, np.int32)
-        shaped = np.concatenate([windows, padding]).reshape(batches, rows, context_length + 1)
-        self._mesh, self._by_seed = mesh, SEEDS in mesh.shape
-        self._batches: Any = (
-            replicate(shaped, mesh)
-            if self._by_seed
-            else place_batches(shaped[:, local_rows(mesh, rows)], mesh)
-        )
+        devices = mesh.shape["data"] * mesh.shape["fsdp"]
+        batches, self._targets = evaluation_batches(tokens, context_length, devices)
+        self._mesh = mesh
+        self._batches: Any = place_batches(batches[:, local_rows(mesh, batches.shape[1])], mesh)
 
-    def __call__(self, model: GPT) -> Float[np.ndarray, "*seeds"]:
-        """Nats per token of the model, or of each of several; no dropout, no label smoothing."""
-        model = model if self._by_seed else place(model, self._mesh)
+    def __call__(self, model: GPT) -> float:
+        """Nats per token of the model; no dropout, no label smoothing."""
         with jax.set_mesh(self._mesh):
-            summed = np.asarray(_summed_loss(model, self._batches, self._by_seed), np.float64)
-        return np.asarray(summed / self._targets)
+            summed = _summed_loss(place(model, self._mesh), self._batches)
+        return float(summed) / self._targets
 
     def after(self, progress: Progress) -> float:
         """Nats per token of the model after a dispatch of steps.
 
         **Raises:** `DivergenceError` if the loss is not finite.
         """
-        val_loss = float(self(progress.state.model))
+        val_loss = self(progress.state.model)
         if not math.isfinite(val_loss):
             rate = progress.learning_rate
             report = {"step": progress.step, "val_loss": val_loss, "learning_rate": rate}
@@ -76,19 +65,32 @@ def bits_per_byte(val_loss: float, split: Split) -> float:
     return val_loss * (len(split.validation) - 1) / math.log(2) / split.validation_bytes
 
 
-@eqx.filter_jit
-def _summed_loss(
-    model: GPT, batches: Int[Array, "batches rows seq_and_next"], by_seed: bool
-) -> Float[Array, "*seeds"]:
-    """The sum of the losses in `batches`, in nats. Targets of -1 are padding and do not count."""
+def evaluation_batches(
+    tokens: Ids, context_length: int, devices: int
+) -> tuple[Int[np.ndarray, "batches rows seq_and_next"], int]:
+    """All of `tokens` in windows, in batches whose rows `devices` devices can share, and the number
+    of targets. Targets of -1 are padding.
 
-    def summed(model):
-        model = unstacked(model)
+    **Raises:** `UserError` if there are fewer than 2 tokens.
+    """
+    windows, targets = split_windows(tokens, context_length)
+    rows = min(len(windows), max(1, TOKENS_PER_BATCH // context_length))
+    rows = -(-rows // devices) * devices
+    batches = -(-len(windows) // rows)
+    padding = np.full((batches * rows - len(windows), context_length + 1), -1, np.int32)
+    shaped = np.concatenate([windows, padding]).reshape(batches, rows, context_length + 1)
+    return shaped, targets
 
-        def batch_loss(windows):
-            losses, _ = window_losses(model, jnp.maximum(windows, 0))
-            return jnp.sum(jnp.where(windows[:, 1:] >= 0, losses, 0.0))
 
-        return jnp.sum(lax.map(batch_loss, batches))
+def summed_loss(model: GPT, batches: Int[Array, "batches rows seq_and_next"]) -> Float[Array, ""]:
+    """The sum of the losses in `batches`, in nats, without those at padding."""
+    model = unstacked(model)
 
-    return eqx.filter_vmap(summed)(model) if by_seed else summed(model)
+    def batch_loss(windows):
+        losses, _ = window_losses(model, jnp.maximum(windows, 0))
+        return jnp.sum(jnp.where(windows[:, 1:] >= 0, losses, 0.0))
+
+    return jnp.sum(lax.map(batch_loss, batches))
+
+
+_summed_loss = eqx.filter_jit(summed_loss)

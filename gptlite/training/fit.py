@@ -15,8 +15,8 @@ from jaxtyping import PyTree
 
 from gptlite.config import TrainingConfig
 from gptlite.errors import UserError, require
+from gptlite.machine.mesh import local, place_batches, whole
 from gptlite.machine.processes import largest
-from gptlite.sharding import local, place_batches, whole
 from gptlite.training.step import StepMetrics, TrainState, TrainSteps
 
 # A stop is possible only between dispatches. So steps that take longer than this in total are

@@ -1,8 +1,8 @@
 """The optimizer step: everything between a batch and new parameters, compiled as one."""
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -15,25 +15,17 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, Shaped
 
 from gptlite.config import OptimizerConfig, TrainingConfig
 from gptlite.errors import UserError
+from gptlite.machine.mesh import abstract, check_rows, local_rows, place, place_batches
 from gptlite.machine.pytrees import Trainable, cast, is_parameter
 from gptlite.nn.dtypes import widen
 from gptlite.nn.kernels.row_keys import row_key
 from gptlite.nn.kernels.rows import mean_by_rows, n_row_shards
 from gptlite.nn.stack import unstacked
-from gptlite.sharding import (
-    check_rows,
-    constrain,
-    constrain_parameters,
-    is_sharded,
-    local_rows,
-    place,
-    place_batches,
-    place_seeds,
-    skeleton,
-    targets_cpu,
-)
+from gptlite.sharding import constrain, constrain_parameters, is_sharded, targets_cpu
 from gptlite.training.loss import window_losses
 from gptlite.training.optimizer import make_optimizer, make_schedule
+
+T = TypeVar("T")
 
 # The most tokens for which a device of a CPU computes the gradient at once: 4 windows of 257 ids.
 # Their activations stay in its caches. (benchmarks/NOTES.md)
@@ -45,15 +37,15 @@ LossMask = Callable[[PyTree], Bool[Array, "..."]]
 
 
 class TrainState(eqx.Module):
-    """Everything that changes in training. With several seeds, every array has an axis of seeds."""
+    """Everything that changes in training."""
 
     model: Any
     optimizer_state: Any
-    step: Int[Array, "*seeds"]
+    step: Int[Array, "*models"]
 
 
 class StepMetrics(eqx.Module):
-    """What each step of a dispatch reports. With several seeds, an axis of seeds comes first."""
+    """What each step of a dispatch reports."""
 
     loss: Float[Array, "*steps"]
     """Without the auxiliary loss."""
@@ -78,7 +70,6 @@ class TrainSteps:
         losses: Losses = window_losses,
         loss_mask: LossMask | None = None,
         trainable: Trainable = is_parameter,
-        seeds: Sequence[int] | None = None,
     ):
         """**Arguments:**
 
@@ -91,8 +82,6 @@ class TrainSteps:
           loss, which is added to the mean.
         - `loss_mask(batch)`: of the same shape, False where a loss does not count. Default: all do.
         - `trainable`: which parameters are trained, as a filter for `eqx.partition`. Default: all.
-        - `seeds`: one for each of several models that are trained side by side, on a `seeds_mesh`.
-          Default: a single model with `training.seed`.
 
         **Raises:** `UserError` if the devices of `mesh` cannot share a batch, or the optimizer does
         not fit the model.
@@ -108,15 +97,10 @@ class TrainSteps:
         self._peak = optimizer.learning_rate
         self.rows = local_rows(mesh, training.batch_size)
         """Which rows of a batch this process reads: all, if it is the only one."""
+        self.batch_shape: tuple[int, ...] = (len(self.rows),)
+        """The first axes of a batch."""
         # Only windows of ids can be compared with a vocabulary.
         self.vocab_size = getattr(model, "vocab_size", None) if losses is window_losses else None
-        # Seeds are arguments of the program, so that a new one compiles nothing.
-        self._seeds = np.asarray(training.seed if seeds is None else seeds, np.int32)
-        steps = self.update
-        if seeds is not None:
-            self._seeds = place_seeds(jnp.asarray(self._seeds), mesh)
-            steps = eqx.filter_vmap(steps, in_axes=(eqx.if_array(0), 1, None, 0))
-
         # cuBLAS adds a bias and the residual stream to a product's result. XLA's own products on
         # NVIDIA's GPUs, in Triton, do not: a step of GPT-2 (124 M) would write a tenth more.
         nvidia = "NVIDIA" in mesh.devices.flat[0].device_kind
@@ -127,47 +111,46 @@ class TrainSteps:
             donate="all-except-first", compiler_options=self.compiler_options
         )
         def run(data: tuple, state: TrainState) -> tuple[TrainState, StepMetrics]:
-            return steps(state, *data)
+            return self.update(state, *data)
 
         self._run: Any = run
 
     def init(self, model: Any) -> TrainState:
-        """The state before the first step, of a copy of `model` (or of models, stacked)."""
-        # A copy, because the update reuses the memory of its state, and the model is the caller's.
-        # With its dtype, because a state of JAX's weak types has strong ones after a step, for
-        # which the program would be compiled once more.
-        model = jax.tree.map(lambda x: jnp.array(x, x.dtype) if eqx.is_array(x) else x, model)
-        if self._seeds.ndim:
-            init, put = eqx.filter_vmap(self._optimizer.init), place_seeds
-        else:
-            init, put = lambda params: constrain_parameters(self._optimizer.init(params)), place
-        model = put(model, self.mesh)
+        """The state before the first step, of a copy of `model`."""
+        model = place(copied(model), self.mesh)
         with jax.set_mesh(self.mesh):
-            optimizer_state = eqx.filter_jit(init)(eqx.filter(model, self.trainable))
-        return put(
-            TrainState(model, optimizer_state, jnp.zeros(self._seeds.shape, jnp.int32)), self.mesh
-        )
+            optimizer_state = eqx.filter_jit(
+                lambda params: constrain_parameters(self.init_optimizer(params))
+            )(eqx.filter(model, self.trainable))
+        return place(TrainState(model, optimizer_state, jnp.zeros((), jnp.int32)), self.mesh)
 
-    def skeleton(self, model: Any) -> TrainState:
+    def init_optimizer(self, params: PyTree) -> PyTree:
+        """The optimizer's state for the parameters that are trained."""
+        return self._optimizer.init(params)
+
+    def abstract_state(self, model: Any) -> TrainState:
         """The shapes, dtypes and shardings of `init(model)`, where `model` may be
         `eqx.filter_eval_shape` of one. Computes nothing."""
 
         def init(model):
-            optimizer_state = self._optimizer.init(eqx.filter(model, self.trainable))
+            optimizer_state = self.init_optimizer(eqx.filter(model, self.trainable))
             return TrainState(model, optimizer_state, jnp.zeros((), jnp.int32))
 
-        return skeleton(eqx.filter_eval_shape(init, model), self.mesh)
+        return abstract(eqx.filter_eval_shape(init, model), self.mesh)
 
     def __call__(
         self, state: TrainState, batches: PyTree[Shaped[np.ndarray, "steps ..."]], count: int
     ) -> tuple[TrainState, StepMetrics]:
-        """The state after the first `count` of `batches`, `[steps, batch, ...]` (with several
-        seeds, `[steps, seeds, batch, ...]`). Reuses the memory of `state`."""
+        """The state after the first `count` of `batches`, `[steps, batch, ...]`. Reuses the memory
+        of `state`."""
         with jax.set_mesh(self.mesh):
-            return self._run(self._data(batches, count), state)
+            return self._run(self.place(batches, count), state)
 
-    def _data(self, batches: PyTree, count: int) -> tuple[PyTree, Array, Array | np.ndarray]:
-        return place_batches(batches, self.mesh), jnp.asarray(count), self._seeds
+    def place(self, batches: PyTree, count: int) -> tuple[PyTree, Array, Array | np.ndarray]:
+        """What `update` takes besides the state, on the devices."""
+        # The seed is an argument of the program, so that a new one compiles nothing.
+        seed = np.asarray(self.training.seed, np.int32)
+        return place_batches(batches, self.mesh), jnp.asarray(count), seed
 
     @property
     def capacity(self) -> int:
@@ -185,12 +168,12 @@ class TrainSteps:
             lambda x: np.zeros((self.capacity, *np.shape(x)), np.asarray(x).dtype), batch
         )
         with jax.set_mesh(self.mesh):
-            self._run.lower(self._data(batches, 0), state).compile()
+            self._run.lower(self.place(batches, 0), state).compile()
 
     def check_batch(self, batch: PyTree, step: int) -> None:
         """**Raises:** `UserError` if the batch of a step does not begin with an axis of this
         process's rows, or has an id that is not in the vocabulary."""
-        wanted = (*self._seeds.shape, len(self.rows))
+        wanted = self.batch_shape
         leaves = jax.tree.leaves(batch)
         if not leaves or any(np.shape(x)[: len(wanted)] != wanted for x in leaves):
             is_whole = wanted[-1] == self.training.batch_size
@@ -216,6 +199,8 @@ class TrainSteps:
         count: Int[Array, ""],
         seed: Int[Array, ""],
     ) -> tuple[TrainState, StepMetrics]:
+        """The state after the first `count` of `batches`, and what each step reports. To be
+        compiled."""
         arrays, static = eqx.partition(state, eqx.is_array)
 
         def body(i, carry):
@@ -342,6 +327,13 @@ class TrainSteps:
                 f"{list(mask.shape)}."
             )
         return jnp.sum(jnp.where(mask, losses, 0)) * weight, aux_loss
+
+
+def copied(model: T) -> T:
+    """A copy of `model`, because the update reuses the memory of its state, and the model is the
+    caller's. With its dtype, because a state of JAX's weak types has strong ones after a step, for
+    which the program would be compiled once more."""
+    return jax.tree.map(lambda x: jnp.array(x, x.dtype) if eqx.is_array(x) else x, model)
 
 
 def _rows_and_tokens(batch: PyTree[Shaped[Array, "batch ..."]]) -> tuple[int, int]:

@@ -14,9 +14,9 @@ from gptlite.estimate.program import Work, work
 from gptlite.estimate.report import report
 from gptlite.estimate.step import compile_step, size_on_device
 from gptlite.inspect.summary import flops_per_token
+from gptlite.machine.mesh import make_mesh
 from gptlite.models.gpt import GPT
 from gptlite.presets import GPT2_SMALL
-from gptlite.sharding import make_mesh
 from gptlite.training.step import TrainSteps
 
 COMPILERS = {"h100:8": "jax_cuda13_plugin", "v5e:2x4": "libtpu"}
@@ -64,7 +64,7 @@ def compiled(target: str, config: ModelConfig, fsdp: int, separator: int | None 
     training = TrainingConfig(batch_size=DEVICES, accumulation=1)
     steps = TrainSteps(shapes, OptimizerConfig(name="adamw"), training, mesh)
     step = compile_step(shapes, steps)
-    state = steps.skeleton(shapes)
+    state = steps.abstract_state(shapes)
     return Program(
         state=size_on_device(state),
         parameters=size_on_device(state.model),

@@ -11,10 +11,10 @@ from gptlite.config import SamplingConfig
 from gptlite.errors import UserError
 from gptlite.generation import generate as generate_module
 from gptlite.generation.generate import generate, prepare
+from gptlite.machine.mesh import is_whole, make_mesh, place as placed
 from gptlite.models.gpt import GPT
 from gptlite.nn import WHOLE_SEQUENCE, Attention, Heads, Linear
 from gptlite.nn.stack import unstacked
-from gptlite.sharding import is_whole, make_mesh, place as placed
 
 C = TINY.context_length
 forward = eqx.filter_jit(lambda model, ids: model(ids))
@@ -274,10 +274,10 @@ def test_a_longer_text_begins_as_the_shorter_one():
 
 
 def test_padded_ids_are_never_sampled():
-    skeleton = tiny_model()
+    abstract = tiny_model()
     rows = jnp.ones((64, TINY.d_model))
     model = eqx.tree_at(
-        lambda m: (m.embedding.weight, m.head.weight), skeleton, (rows, -rows.at[VOCAB:].mul(-9))
+        lambda m: (m.embedding.weight, m.head.weight), abstract, (rows, -rows.at[VOCAB:].mul(-9))
     )
     new = generate(
         model, jnp.zeros((3, 1), jnp.int32), 60, keys=jax.random.split(jax.random.key(0), 3)

@@ -14,7 +14,7 @@ from gptlite.presets import PRESETS
 from gptlite.runs.frozen import trainable
 
 
-def skeleton(preset: str) -> GPT:
+def abstract(preset: str) -> GPT:
     model = PRESETS[preset][1].model
     return eqx.filter_eval_shape(GPT, model, 65, key=jax.random.key(0))
 
@@ -23,7 +23,7 @@ def test_parameters_of_s_by_hand():
     d, layers, vocab, context = 128, 4, 65, 64
     block = 4 * d * d + 2 * d * 4 * d + 2 * d
     assert (
-        count_parameters(skeleton("s")) == vocab * d + context * d + layers * block + d == 804_096
+        count_parameters(abstract("s")) == vocab * d + context * d + layers * block + d == 804_096
     )
 
 
@@ -36,7 +36,7 @@ def test_flops_of_s_by_hand():
     d, layers, vocab, context = 128, 4, 65, 64
     products = layers * (4 * d * d + 2 * d * 4 * d) + vocab * d
     attention = layers * 2 * context * d
-    forward, training = flops_per_token(skeleton("s"))
+    forward, training = flops_per_token(abstract("s"))
     assert forward == 2 * (products + attention)
     # Every product has two more behind it, one for each operand's gradient. The gradient of learned
     # positions, a sum over sequences, is a product with ones.
@@ -44,7 +44,7 @@ def test_flops_of_s_by_hand():
 
 
 def test_frozen_matrices_have_no_gradient_to_be_counted():
-    model, d, layers = skeleton("s"), 128, 4
+    model, d, layers = abstract("s"), 128, 4
     config = dataclasses.replace(PRESETS["s"][1], training=TrainingConfig(freeze="*.mlp.*"))
     trained = trainable(config, model)
     forward, training = flops_per_token(model)
@@ -65,7 +65,7 @@ def test_activations_grow_with_the_batch():
     tables = eqx.tree_at(
         lambda model: model.embedding.weight, tables, jax.ShapeDtypeStruct((10**6, 16), jnp.float32)
     )
-    for model in (skeleton("s"), tables):
+    for model in (abstract("s"), tables):
         small, large = (activation_bytes(model, batch) for batch in (4, 8))
         assert 0 < 2 * small == large
 

@@ -13,9 +13,9 @@ from support.kill_loop import arrays, metrics
 from support.processes import SETTINGS, Processes
 
 from gptlite.errors import UserError
+from gptlite.machine.mesh import local_rows, make_mesh, place
 from gptlite.machine.processes import DistributedConfig
 from gptlite.runs.checkpoints import survey
-from gptlite.sharding import local_rows, make_mesh, place
 from gptlite.text.batches import Batches
 
 

@@ -70,7 +70,7 @@ def ours(theirs) -> GPT:
         weights[f"stack.blocks.{mine}.weight"] = layers(f"{their}.weight")
         weights[f"stack.blocks.{mine}.bias"] = layers(f"{their}.bias")
 
-    skeleton = eqx.filter_eval_shape(GPT, CONFIG, VOCAB, key=jax.random.key(0))
+    abstract = eqx.filter_eval_shape(GPT, CONFIG, VOCAB, key=jax.random.key(0))
 
     def fill(path, leaf):
         if not isinstance(leaf, jax.ShapeDtypeStruct):
@@ -79,7 +79,7 @@ def ours(theirs) -> GPT:
         assert weight.shape == leaf.shape
         return jnp.asarray(weight)
 
-    model = jax.tree_util.tree_map_with_path(fill, skeleton)
+    model = jax.tree_util.tree_map_with_path(fill, abstract)
     assert not weights
     return model
 

@@ -9,10 +9,10 @@ import pytest
 from conftest import TEXT, TINY
 
 from gptlite.config import Config, OptimizerConfig, TrainingConfig
+from gptlite.machine.mesh import make_mesh
 from gptlite.research.seeds import fit_seeds
 from gptlite.runs.model import make_model
 from gptlite.runs.tokenizers import make_tokenizer
-from gptlite.sharding import make_mesh
 from gptlite.text.batches import Batches
 from gptlite.text.corpus import text_corpus
 from gptlite.text.tokens import split_corpus

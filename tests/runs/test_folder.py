@@ -29,6 +29,7 @@ from support.kill_loop import metrics as lines
 
 from gptlite.config import Config, OptimizerConfig, TrainingConfig
 from gptlite.errors import UserError
+from gptlite.machine.mesh import make_mesh
 from gptlite.models.gpt import GPT
 from gptlite.runs import checkpoints as checkpoints_module, folder
 from gptlite.runs.checkpoints import Checkpoint, Checkpoints, Record, list_steps
@@ -37,7 +38,6 @@ from gptlite.runs.load import load_run
 from gptlite.runs.saved_config import load_config
 from gptlite.runs.tokenizers import make_tokenizer
 from gptlite.runs.weights import Evaluated, named_arrays, read_evaluated
-from gptlite.sharding import make_mesh
 from gptlite.text.batches import Batches
 from gptlite.text.corpus import text_corpus
 from gptlite.text.tokens import split_corpus
@@ -80,7 +80,7 @@ def steps_of(config: Config) -> TrainSteps:
 
 
 @functools.cache
-def skeleton() -> TrainState:
+def abstract_state() -> TrainState:
     return steps_of(CONFIG).init(MODEL)
 
 
@@ -121,13 +121,13 @@ def train(
 def find(run: RunFolder, steps: int) -> Checkpoint:
     """What the run is resumed from, to be trained up to `steps`."""
     run.open()
-    return run.find_checkpoint(skeleton(), longer(steps), CORPUS)
+    return run.find_checkpoint(abstract_state(), longer(steps), CORPUS)
 
 
 def read(path: Path, step: int) -> dict[str, np.ndarray]:
     """The arrays of a checkpoint of the run at `path`."""
     checkpoints = Checkpoints(path / "checkpoints")
-    arrays = named_arrays(checkpoints.restore(step, skeleton()).state)
+    arrays = named_arrays(checkpoints.restore(step, abstract_state()).state)
     checkpoints.close()
     return arrays
 
@@ -342,7 +342,7 @@ def test_resuming_with_another_text_is_refused(copied):
     with RunFolder(copied) as run:
         run.open()
         with pytest.raises(UserError, match="not the text that this run was trained on"):
-            run.find_checkpoint(skeleton(), longer(1000), "another's")
+            run.find_checkpoint(abstract_state(), longer(1000), "another's")
 
 
 def test_what_a_command_asked_for_is_in_the_hint_and_what_a_device_counts_in_the_metrics(
@@ -419,7 +419,7 @@ def test_arrays_of_another_config_are_refused_before_they_are_read(
     checkpoints = Checkpoints(copied / "checkpoints")
     monkeypatch.setattr(ocp.CheckpointManager, "restore", None)
     with pytest.raises(UserError, match=words):
-        checkpoints.restore(60, skeleton())
+        checkpoints.restore(60, abstract_state())
 
 
 @pytest.mark.parametrize(
@@ -566,7 +566,7 @@ def test_a_folder_that_is_deleted_under_the_run_ends_it(when, tmp_path):
 
 def test_a_mask_of_minus_infinity_is_kept_and_nan_is_not(tmp_path):
     """A custom block may have such a constant."""
-    state = skeleton()
+    state = abstract_state()
     masked = state.model.norm.weight.at[0].set(-np.inf)
     state = eqx.tree_at(lambda s: s.model.norm.weight, state, masked)
     checkpoints = Checkpoints(tmp_path / "checkpoints", 2)
@@ -574,7 +574,7 @@ def test_a_mask_of_minus_infinity_is_kept_and_nan_is_not(tmp_path):
     with contextlib.closing(checkpoints):
         checkpoints.save(state, record)
         checkpoints.wait()
-        found = checkpoints.restore(1, skeleton())
+        found = checkpoints.restore(1, abstract_state())
         np.testing.assert_array_equal(found.state.model.norm.weight, masked)
         broken = eqx.tree_at(lambda s: s.model.norm.weight, state, masked * 0)
         with pytest.raises(UserError, match=r"model\.norm\.weight is NaN"):
@@ -617,17 +617,17 @@ def test_a_record_from_a_stranger_has_its_types(tmp_path, field, value, words):
             "asdict",
             lambda x: asdict(x) | (change if isinstance(x, Record) else {}),
         )
-        checkpoints.save(skeleton(), record)
+        checkpoints.save(abstract_state(), record)
         checkpoints.wait()
         with pytest.raises(UserError, match=f"checkpoints/1 is damaged: {words}"):
-            checkpoints.restore(1, skeleton())
+            checkpoints.restore(1, abstract_state())
 
 
 def test_an_array_in_chunks_larger_than_itself_is_refused(tmp_path):
     """A small file may hold a chunk that fills the memory when it is unpacked."""
     checkpoints = Checkpoints(tmp_path / "checkpoints", 2)
     with contextlib.closing(checkpoints):
-        checkpoints.save(skeleton(), Record(Position(1), 1.0, {}, CORPUS, "", "2 x cpu"))
+        checkpoints.save(abstract_state(), Record(Position(1), 1.0, {}, CORPUS, "", "2 x cpu"))
         checkpoints.wait()
     base = {"driver": "ocdbt", "base": f"file://{tmp_path}/checkpoints/1/state/"}
     name, store = "model.embedding.weight", tensorstore.KvStore.open(base).result()
@@ -640,7 +640,7 @@ def test_an_array_in_chunks_larger_than_itself_is_refused(tmp_path):
     bomb.write(content).result()
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     with contextlib.closing(checkpoints), pytest.raises(UserError, match=r"in chunks of \[65536,"):
-        checkpoints.restore(1, skeleton())
+        checkpoints.restore(1, abstract_state())
 
 
 def test_metrics_with_another_name_outside_of_the_run_are_left_alone(copied, finished, tmp_path):
@@ -701,4 +701,4 @@ def test_a_checkpoint_with_a_huge_file_is_refused(tmp_path):
     with RunFolder(tmp_path / "one") as run:
         run.open()
         with pytest.raises(UserError, match=r"manifest\.ocdbt is no file .*1,099,511,627,776"):
-            run.find_checkpoint(skeleton(), CONFIG, CORPUS)
+            run.find_checkpoint(abstract_state(), CONFIG, CORPUS)

@@ -11,12 +11,12 @@ from conftest import TINY, VOCAB, drawn
 from gptlite.adapters import with_adapters
 from gptlite.config import Config, OptimizerConfig, TrainingConfig
 from gptlite.errors import UserError
+from gptlite.machine.mesh import make_mesh
 from gptlite.machine.names import parse_lora
 from gptlite.machine.pytrees import size_of
 from gptlite.models.gpt import GPT
 from gptlite.runs.frozen import frozen_in, trainable
 from gptlite.runs.weights import named_arrays
-from gptlite.sharding import make_mesh
 from gptlite.training.step import TrainSteps
 
 LORA = "2:matrices=query+down"

@@ -21,11 +21,11 @@ from gptlite.config import Config, ModelConfig, OptimizerConfig, TrainingConfig
 from gptlite.estimate.program import COLLECTIVES
 from gptlite.estimate.step import lower_step
 from gptlite.family.seq2seq import Seq2Seq, shift_right
+from gptlite.machine.mesh import make_mesh
 from gptlite.machine.names import parse_lora
 from gptlite.models.gpt import GPT
 from gptlite.nn.kernels.rows import map_heads
 from gptlite.runs.frozen import trainable
-from gptlite.sharding import make_mesh
 from gptlite.training.loss import cross_entropy, window_losses
 from gptlite.training.step import TrainSteps
 

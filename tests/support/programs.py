@@ -40,13 +40,13 @@ from gptlite.generation.generate import (  # noqa: E402
     read_part,
 )
 from gptlite.generation.sampling import Sampling  # noqa: E402
+from gptlite.machine.mesh import abstract, make_mesh  # noqa: E402
 from gptlite.machine.names import parse_lora  # noqa: E402
 from gptlite.machine.pytrees import is_array  # noqa: E402
 from gptlite.models.gpt import GPT  # noqa: E402
 from gptlite.nn.kernels.decoding import rearranged  # noqa: E402
 from gptlite.presets import PRESETS  # noqa: E402
 from gptlite.runs.frozen import trainable  # noqa: E402
-from gptlite.sharding import make_mesh, skeleton  # noqa: E402
 from gptlite.training.step import TrainSteps  # noqa: E402
 
 VOCAB, SEPARATOR = 65, 0
@@ -114,7 +114,7 @@ def lowered(config: Config, target: str) -> Iterator[tuple[str, Callable[[], jax
         tree = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if eqx.is_array(x) else x, tree
         )
-        return skeleton(tree, one)
+        return abstract(tree, one)
 
     for rows in ROWS:
         transposed = rows > 1 and target == "cpu"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from conftest import TINY, VOCAB, tiny_model
 
-from gptlite.sharding import make_mesh
+from gptlite.machine.mesh import make_mesh
 from gptlite.text.tokens import Split
 from gptlite.training import evaluate as evaluate_module
 from gptlite.training.evaluate import Evaluation, bits_per_byte

@@ -9,10 +9,11 @@ from jax.sharding import Mesh
 
 from gptlite.config import Config, OptimizerConfig, TrainingConfig
 from gptlite.errors import UserError
+from gptlite.machine.mesh import check_rows, make_mesh
 from gptlite.models.gpt import GPT
 from gptlite.nn.stack import unstacked
 from gptlite.runs.tokenizers import make_tokenizer
-from gptlite.sharding import AXES, check_rows, make_mesh
+from gptlite.sharding import AXES
 from gptlite.text.batches import Batches
 from gptlite.text.corpus import text_corpus
 from gptlite.text.tokens import split_corpus

@@ -2,7 +2,7 @@ import jax
 import numpy as np
 import pytest
 
-from gptlite.sharding import make_mesh, replicate
+from gptlite.machine.mesh import make_mesh, replicate
 from gptlite.training.muon import COEFFICIENTS, orthogonalize, scale_by_orthogonalization
 
 # 8 bits to a number, and small singular values, with the rounding error beside them, are raised by

@@ -11,9 +11,9 @@ from conftest import TINY, VOCAB, tiny_model
 from gptlite.config import OptimizerConfig, TrainingConfig
 from gptlite.errors import UserError
 from gptlite.estimate.step import rows_at_once
+from gptlite.machine.mesh import make_mesh
 from gptlite.models.gpt import GPT
 from gptlite.nn.kernels import head as head_module, rows as rows_module
-from gptlite.sharding import make_mesh
 from gptlite.training import step as step_module
 from gptlite.training.loss import window_losses
 from gptlite.training.step import TrainSteps

@@ -16,23 +16,9 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, PRNGKeyArray
 
 from gptlite.nn.kernels.row_keys import row_key
-from gptlite.sharding import (
-    AXES,
-    MESH_AXES,
-    arrays_of,
-    constrain,
-    current_mesh,
-    is_on_cpu,
-    make_mesh,
-    spec_for,
-    targets_cpu,
-)
+from gptlite.sharding import AXES, MESH_AXES, constrain, current_mesh, spec_for, targets_cpu
 
 T = TypeVar("T")
-
-
-# Bytes of the largest model that is copied to each device of a CPU, to generate: see `row_mesh`.
-MAX_COPIED = 2**25
 
 
 def map_over_devices(function: Callable[[Array], Array], x: Array) -> Array:
@@ -88,23 +74,6 @@ def mean_by_rows(
         out_specs=PartitionSpec(),
         check_vma=False,
     )(shared, rows, key)
-
-
-def row_mesh(rows: int, model: Any) -> Mesh | None:
-    """A mesh of devices that share `rows` rows evenly, each with the whole of `model`. None if that
-    is one device, the model is on another one, or a mesh is set already.
-
-    The devices of a CPU read their copies of the model from one memory. Where the model is larger
-    than the processor's cache, several devices are no faster than one, so it is not copied.
-    """
-    devices, arrays = jax.local_devices(), arrays_of(model)
-    count = math.gcd(len(devices), rows)
-    too_large = is_on_cpu(model) and sum(x.nbytes for x in arrays) > MAX_COPIED
-    elsewhere = any(devices[0] not in x.devices() for x in arrays)
-    is_set = not jax.sharding.get_abstract_mesh().empty
-    if count == 1 or too_large or elsewhere or is_set:
-        return None
-    return make_mesh(devices=devices[:count])
 
 
 def map_rows(function: Callable[[Any, Any], T], mesh: Mesh | None, shared: Any, rows: Any) -> T:
