@@ -45,7 +45,7 @@ def compare(parsed: tuple[CompareArguments, dict[str, Config]]) -> None:
     corpus = load_corpus(data.corpus)
     tokenizer = make_tokenizer(data.tokenizer, corpus)
     if any(config.model.separate_documents for config in variants.values()):
-        require_documents(corpus, tokenizer)
+        require_documents(corpus)
     split = split_corpus(corpus, tokenizer, data.validation_tokens, data.max_tokens)
     for custom in {
         shlex.join(custom_arguments(config.model)): None for config in variants.values()

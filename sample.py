@@ -3,12 +3,8 @@
 import contextlib
 import math
 import sys
-from pathlib import Path
 
 import gptlite as gl
-
-# Bytes. A model reads the end of a long prompt only.
-MAX_PROMPT = 2**22
 
 
 def sample(arguments: gl.SampleArguments) -> None:
@@ -16,7 +12,7 @@ def sample(arguments: gl.SampleArguments) -> None:
     gl.set_up_jax(cpu_devices=math.gcd(2, arguments.num_samples))
     with contextlib.redirect_stdout(sys.stderr):  # standard output is for the generated text
         run = gl.load(arguments.run, arguments.weights, custom=arguments.custom)
-    prompt = read_prompt(arguments)
+    prompt = gl.read_prompt(arguments)
     length, most = len(gl.prompt_ids(run.tokenizer, prompt)), run.config.model.context_length
     if length > most:
         gl.log(f"the prompt has {length:,} tokens: the model reads the last {most:,}", sys.stderr)
@@ -41,29 +37,6 @@ def sample(arguments: gl.SampleArguments) -> None:
     print()
     for pieces in zip(*others, strict=True):
         print("---", show("".join(pieces)), sep="\n")
-
-
-def read_prompt(arguments: gl.SampleArguments) -> str:
-    """From --prompt, --prompt-file or standard input."""
-    if arguments.prompt is not None:
-        return arguments.prompt
-    try:
-        # Bytes, not text mode: line ends stay as they are.
-        if arguments.prompt_file is not None:
-            with Path(arguments.prompt_file).open("rb") as file:
-                content = file.read(MAX_PROMPT + 1)
-        elif sys.stdin is None:
-            return ""
-        else:
-            if sys.stdin.isatty():
-                print("type the prompt, then Ctrl-D", file=sys.stderr)
-            content = sys.stdin.buffer.read(MAX_PROMPT + 1)
-        if len(content) > MAX_PROMPT:
-            raise gl.UserError(f"The prompt has more than {MAX_PROMPT:,} bytes.")
-        return content.decode("utf-8").removeprefix("\ufeff")  # a byte-order mark
-    except (OSError, UnicodeDecodeError) as error:
-        source = arguments.prompt_file or "standard input"
-        raise gl.UserError(f"The prompt cannot be read from {source}: {error}.") from error
 
 
 def main() -> None:

@@ -29,7 +29,6 @@ from gptlite.family.train import train
 from gptlite.machine.pytrees import is_parameter
 from gptlite.machine.runtime import set_up_jax
 from gptlite.models.gpt import GPT
-from gptlite.nn import Embedding
 from gptlite.runs.corpora import load_corpus
 from gptlite.text.batches import Batches, split_windows
 from gptlite.training.loss import window_losses
@@ -114,8 +113,8 @@ def main(
         print(f"a table {name}:")
         key = jax.random.key(seed)
         model = GPT(config, len(words), key=key)
-        table = Embedding(len(words), config.d_model, vectors=start, key=key)
-        model = eqx.tree_at(lambda model: model.embedding, model, table)
+        if start is not None:
+            model = eqx.tree_at(lambda model: model.embedding.weight, model, jnp.asarray(start))
         trainable = eqx.tree_at(
             lambda model: model.embedding.weight, jax.tree.map(is_parameter, model), not frozen
         )

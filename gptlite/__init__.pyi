@@ -3,6 +3,7 @@ from .cli import (
     TrainArguments as TrainArguments,
     parse_sample as parse_sample,
     parse_train as parse_train,
+    read_prompt as read_prompt,
     run_script as run_script,
 )
 from .config import (

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
@@ -38,6 +39,9 @@ PresetName = Annotated[
 CustomFiles = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
 """Files of `--custom`."""
 
+
+# Bytes of a prompt. A model reads the end of a long one only.
+MAX_PROMPT = 2**22
 
 # What `--init-from` leaves free of the model.
 MODEL_OPTIONS = [name for name in free(Config(), "weights") if name.startswith("model.")]
@@ -414,6 +418,29 @@ def _begun_from(preset: Config, name: str, custom: Sequence[str]) -> Config:
 def parse_sample(argv: Sequence[str]) -> SampleArguments:
     """`sample.py`'s command line. `argv` is without the program's name."""
     return parse_words(SampleArguments, argv)
+
+
+def read_prompt(arguments: SampleArguments) -> str:
+    """From --prompt, --prompt-file or standard input."""
+    if arguments.prompt is not None:
+        return arguments.prompt
+    try:
+        # Bytes, not text mode: line ends stay as they are.
+        if arguments.prompt_file is not None:
+            with Path(arguments.prompt_file).open("rb") as file:
+                content = file.read(MAX_PROMPT + 1)
+        elif sys.stdin is None:
+            return ""
+        else:
+            if sys.stdin.isatty():
+                print("type the prompt, then Ctrl-D", file=sys.stderr)
+            content = sys.stdin.buffer.read(MAX_PROMPT + 1)
+        if len(content) > MAX_PROMPT:
+            raise UserError(f"The prompt has more than {MAX_PROMPT:,} bytes.")
+        return content.decode("utf-8").removeprefix("\ufeff")  # a byte-order mark
+    except (OSError, UnicodeDecodeError) as error:
+        source = arguments.prompt_file or "standard input"
+        raise UserError(f"The prompt cannot be read from {source}: {error}.") from error
 
 
 def parse_serve(argv: Sequence[str]) -> ServeArguments:

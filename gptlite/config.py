@@ -5,10 +5,7 @@ This module imports nothing heavy, so that `--help` answers at once.
 
 import math
 from dataclasses import dataclass, field
-from typing import (
-    Annotated,
-    Literal,
-)
+from typing import Annotated, Literal
 
 import tyro
 
@@ -370,23 +367,6 @@ class MeshConfig:
             "-1 (mesh.data is, unless it is given), got "
             f"{self.data}, {self.fsdp} and {self.tensor}.",
         )
-
-    def shape(self, devices: int) -> tuple[int, int, int]:
-        """The sizes of the axes for so many devices.
-
-        **Raises:** `UserError` if these are too many or too few.
-        """
-        sizes, must = [self.data, self.fsdp, self.tensor], "must be it"
-        if -1 in sizes:
-            sizes[sizes.index(-1)] = max(1, devices // -math.prod(sizes))
-            must = "of those that are not -1 must divide it"
-        require(
-            math.prod(sizes) == devices,
-            f"mesh.data {self.data}, mesh.fsdp {self.fsdp} and mesh.tensor {self.tensor} do not "
-            f"make up the number of devices, {devices}: the product {must} (on a CPU, "
-            "--training.cpu-devices says how many there are).",
-        )
-        return sizes[0], sizes[1], sizes[2]
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gptlite.estimate.hardware import Hardware
 from gptlite.machine.pytrees import is_array
-from gptlite.nn.kernels.rows import n_row_shards
+from gptlite.nn.kernels.rows import default_parts, n_row_shards
 from gptlite.sharding import MESH_AXES
-from gptlite.training.step import TrainSteps, default_parts
+from gptlite.training.step import TrainSteps
 
 # JAX's default: https://docs.jax.dev/en/latest/gpu_memory_allocation.html
 GPU_FRACTION = 0.75

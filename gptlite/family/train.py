@@ -14,7 +14,7 @@ from gptlite.machine.mesh import make_mesh
 from gptlite.machine.progress import log, progress_bar
 from gptlite.machine.pytrees import Trainable, is_parameter
 from gptlite.machine.stop import Stop
-from gptlite.training.fit import BatchOf, fit
+from gptlite.training.fit import fit
 from gptlite.training.step import Losses, LossMask, TrainSteps
 
 M = TypeVar("M", bound=eqx.Module)
@@ -23,7 +23,7 @@ M = TypeVar("M", bound=eqx.Module)
 def train(
     model: M,
     losses: Losses,
-    batch: BatchOf,
+    batch: Callable[[int], PyTree],
     optimizer: OptimizerConfig,
     training: TrainingConfig,
     *,

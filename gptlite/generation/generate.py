@@ -6,7 +6,7 @@ position 0. So a token sees at least the last `context_length // 2` tokens, and 
 `context_length`. Its logits are exactly those of the model for these tokens, for any kind of block.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from gptlite.config import SamplingConfig
 from gptlite.errors import UserError, require
 from gptlite.generation.sampling import Sampling, sample
-from gptlite.machine.memory import require_memory
+from gptlite.machine.memory import check_cache_memory
 from gptlite.machine.mesh import is_on_cpu, is_whole, replicate, row_mesh
 from gptlite.machine.pytrees import size_of
 from gptlite.models.gpt import GPT
@@ -38,10 +38,10 @@ TOKENS_PER_CALL = 32
 MIN_PREFILL = 16
 # Tokens of a text that are read at once: attention's scores are [heads, tokens, capacity].
 MAX_PREFILL = 512
-# Rivals of a token whose log probabilities are returned.
-N_BEST = 20
-# Copies of the cache in memory while texts are read: before and after the call, and inside it.
-CACHE_COPIES = 3
+
+
+# `observe(logits, ids)` makes arrays that begin with the axes of rows and tokens.
+Observe = Callable[[Float[Array, "batch tokens vocab"], Int[Array, "batch tokens"]], Any]
 
 
 class PreparedModel(eqx.Module):
@@ -62,17 +62,8 @@ class GenerationState(eqx.Module):
     """The ids of the cache."""
 
 
-class Scores(eqx.Module):
-    """Log probabilities of tokens, in nats, and the `N_BEST` most probable tokens in their places,
-    the best first."""
-
-    log_prob: Float[Array, "batch tokens"]
-    best_log_probs: Float[Array, "batch tokens best"]
-    best_ids: Int[Array, "batch tokens best"]
-
-
-class Part(NamedTuple):
-    """Tokens that a program reads, with what it leaves to the caller."""
+class PrefillInputs(NamedTuple):
+    """Arguments of `prefill` that are not donated."""
 
     prepared: PreparedModel
     ids: Int[Array | np.ndarray, "batch part"]
@@ -82,8 +73,8 @@ class Part(NamedTuple):
     """How many of `ids` are real; padding follows them."""
 
 
-class Chunk(NamedTuple):
-    """What the compiled loop reads, and leaves to the caller."""
+class DecodeInputs(NamedTuple):
+    """Arguments of `decode` that are not donated."""
 
     prepared: PreparedModel
     keys: Key[Array, " batch"]
@@ -192,12 +183,12 @@ def stream(
         return
     config = SamplingConfig() if config is None else config
     sampling = Sampling.of([config] * len(prompt))
-    room = room_for(longest, context)
-    capacity = max(room, room_for(longest + max_new_tokens, context))
+    room = padded_length(longest, context)
+    capacity = max(room, padded_length(longest + max_new_tokens, context))
     # What is read at once, at the start or when the context is full.
-    again = room_for(context // 2, context) if longest + max_new_tokens > context else 0
+    again = padded_length(context // 2, context) if longest + max_new_tokens > context else 0
     part = min(MAX_PREFILL, max(room, again))
-    _check_memory(whole, len(prompt), capacity, part, copied)
+    check_cache_memory(whole, len(prompt), capacity, part, copied)
     prepared = prepare(model, len(prompt)) if isinstance(model, GPT) else model
     mesh = prepared.mesh
     if mesh is not None:
@@ -208,15 +199,15 @@ def stream(
         )
         keys = replicate(keys, mesh)
     # With NumPy, because each operation of JAX outside compiled code takes as long as a token.
-    state = _read_all(prepared, np.asarray(prompt), length, capacity)
+    state = _prefill_prompt(prepared, np.asarray(prompt), length, capacity)
     done = 0
     while done < max_new_tokens:
         if length.max() == context:
             state = _drop_first_half(prepared, length, state)
             length = np.where(length == context, context // 2, length)
         count = min(TOKENS_PER_CALL, max_new_tokens - done, context - int(length.max()))
-        chunk = Chunk(prepared, keys, sampling, length, np.asarray(done), np.asarray(count))
-        state, tokens, _ = decode(chunk, state)
+        inputs = DecodeInputs(prepared, keys, sampling, length, np.asarray(done), np.asarray(count))
+        state, tokens, _ = decode(inputs, state)
         if mesh is not None:  # as a single device returns them
             tokens = jnp.asarray(jax.device_get(tokens))
         if count < TOKENS_PER_CALL:
@@ -233,34 +224,21 @@ def _require_values(tree: Any) -> None:
     )
 
 
-def _check_memory(model: GPT, batch: int, capacity: int, part: int, copied: int) -> None:
-    """**Raises:** `UserError` if memory is too small for the caches, the scores of `part` tokens in
-    one layer, and a copy of `copied` bytes of the model."""
-    needed = copied
-    # To ask the cache for its size takes as long as 50 tokens of a small model. So a cache of 16
-    # MiB or less, if it has keys and values in float32, is not asked.
-    if 8 * batch * capacity * model.config.n_layers * model.config.d_model > 2**24:
-        cache = eqx.filter_eval_shape(lambda m: m.init_cache((batch,), capacity=capacity), model)
-        scores = 4 * batch * model.config.n_heads * part * capacity  # float32
-        needed += CACHE_COPIES * size_of(cache) + scores
-    require_memory(f"Generation of {batch} x {capacity:,} tokens", needed)
-
-
-def room_for(tokens: int, context: int) -> int:
+def padded_length(tokens: int, context: int) -> int:
     """Places for `tokens` tokens, or for a whole context. Powers of two, so that texts of all
     lengths share a few programs, up to the context, or the next multiple of `MAX_PREFILL`."""
     room = min(context, max(MIN_PREFILL, 1 << (tokens - 1).bit_length()))
     return room if room <= MAX_PREFILL else -(-room // MAX_PREFILL) * MAX_PREFILL
 
 
-def _read_all(
+def _prefill_prompt(
     prepared: PreparedModel,
     ids: Int[np.ndarray, "batch tokens"],
     length: PerSequence,
     capacity: int,
 ) -> GenerationState:
     """The state after the first `length` of `ids`, which are at least one."""
-    room = room_for(ids.shape[1], prepared.model.config.context_length)
+    room = padded_length(ids.shape[1], prepared.model.config.context_length)
     padded = np.zeros((len(ids), room), np.int32)
     padded[:, : ids.shape[1]] = ids[:, :room]
     state = None
@@ -268,23 +246,27 @@ def _read_all(
         # A text that has ended adds nothing. What is written after it is padding.
         read = np.minimum(length, start)
         here = np.clip(length - start, 0, MAX_PREFILL)
-        part = Part(prepared, padded[:, start : start + MAX_PREFILL], read, here)
-        state, _ = read_part(part, state, capacity)
+        inputs = PrefillInputs(prepared, padded[:, start : start + MAX_PREFILL], read, here)
+        state, _ = prefill(inputs, state, capacity)
     assert state is not None
     return state
 
 
 @eqx.filter_jit(donate="all-except-first")
-def read_part(
-    part: Part, state: GenerationState | None, capacity: int, *, scored: bool = False
-) -> tuple[GenerationState, Scores | None]:
-    """The state with the ids of `part` added, and if `scored`, the scores of these ids. Without a
-    state, the text begins here, the caches are made for `capacity` tokens, and the first token's
-    score has no meaning.
+def prefill(
+    inputs: PrefillInputs,
+    state: GenerationState | None,
+    capacity: int,
+    *,
+    observe: Observe | None = None,
+) -> tuple[GenerationState, Any]:
+    """The state with the ids of `inputs` added, and what `observe` makes of them, if it is given.
+    Without a state, the text begins here, the caches are made for `capacity` tokens, and the logits
+    of the first token have no meaning.
 
-    Scores take memory for the logits of all ids at once."""
+    To observe takes memory for the logits of all ids at once."""
 
-    def read(model: GPT, rows: Any) -> tuple[GenerationState, Scores | None]:
+    def read(model: GPT, rows: Any) -> tuple[GenerationState, Any]:
         state, ids, start, length = rows
         batch = len(ids)
         if state is None:
@@ -298,23 +280,16 @@ def read_part(
         logits = model.logits(last).reshape(batch, model.vocab_size)
         if state is not None:
             logits = jnp.where((length > 0).reshape(-1, 1), logits, state.logits)
-        scores = None
-        if scored:
+        observed = None
+        if observe is not None:
             every = model.logits(hidden).reshape(*ids.shape, -1)
             before = jnp.zeros_like(logits) if state is None else state.logits
             every = jnp.concatenate([before[:, None], every[:, :-1]], axis=1)
-            scores = _scores(every, ids)
-        return _state(logits, cache), scores
+            observed = observe(every, ids)
+        return _state(logits, cache), observed
 
-    prepared, *rest = part
+    prepared, *rest = inputs
     return map_rows(read, prepared.mesh, prepared.model, (state, *rest))
-
-
-def _scores(logits: Float[Array, "batch tokens vocab"], ids: Int[Array, "batch tokens"]) -> Scores:
-    log_probs = jax.nn.log_softmax(logits, axis=-1)
-    best, best_ids = lax.top_k(log_probs, min(N_BEST, log_probs.shape[-1]))
-    log_prob = jnp.take_along_axis(log_probs, ids[..., None], axis=-1)[..., 0]
-    return Scores(log_prob, best, best_ids.astype(jnp.int32))
 
 
 def _state(logits: Float[Array, "batch vocab"], cache: Cache) -> GenerationState:
@@ -342,7 +317,7 @@ def _drop_first_half(
     window = np.asarray(state.ids)[:, back:][:, context - half : context]
     window = np.where(full[:, None], window, 0)
     capacity = state.ids.shape[1] - back
-    new = _read_all(prepared, window, np.full_like(length, half), capacity)
+    new = _prefill_prompt(prepared, window, np.full_like(length, half), capacity)
     if not length.ndim:
         return GenerationState(state.logits, new.layers, new.ids)
     return _choose((full, new), state)
@@ -363,11 +338,12 @@ def _choose(
 
 @eqx.filter_jit(donate="all-except-first")
 def decode(
-    chunk: Chunk, state: GenerationState, *, scored: bool = False
-) -> tuple[GenerationState, Int[Array, "batch new"], Scores | None]:
-    """The next `chunk.n_new` tokens, zeros after them, and their scores if `scored`."""
+    inputs: DecodeInputs, state: GenerationState, *, observe: Observe | None = None
+) -> tuple[GenerationState, Int[Array, "batch new"], Any]:
+    """The next `inputs.n_new` tokens, zeros after them, and what `observe` makes of them, if it is
+    given."""
 
-    def generate(model: GPT, rows: Any) -> tuple[GenerationState, Array, Scores | None]:
+    def generate(model: GPT, rows: Any) -> tuple[GenerationState, Array, Any]:
         state, keys, sampling, length, done, count = rows
         batch = len(keys)
         # All random numbers are drawn before the loop. In it, they took half the time of a small
@@ -377,26 +353,26 @@ def decode(
         uniform = jax.vmap(jax.vmap(jax.random.uniform))(token_keys)
 
         def body(i, carry):
-            logits, cache, tokens, scores = carry
+            logits, cache, tokens, observed = carry
             token = sample(logits, sampling, uniform[:, i])
-            if scored:
-                new = _scores(logits[:, None], token[:, None])
-                scores = jax.tree.map(lambda old, one: old.at[:, i].set(one[:, 0]), scores, new)
+            if observe is not None:
+                new = observe(logits[:, None], token[:, None])
+                observed = jax.tree.map(lambda old, one: old.at[:, i].set(one[:, 0]), observed, new)
             logits, cache = next_logits(model, token, cache)
-            return logits, cache, tokens.at[:, i].set(token), scores
+            return logits, cache, tokens.at[:, i].set(token), observed
 
         tokens = jnp.zeros((batch, TOKENS_PER_CALL), jnp.int32)
-        scores = None
-        if scored:
-            shapes = jax.eval_shape(_scores, state.logits[:, None], tokens[:, :1])
-            scores = jax.tree.map(
+        observed = None
+        if observe is not None:
+            shapes = jax.eval_shape(observe, state.logits[:, None], tokens[:, :1])
+            observed = jax.tree.map(
                 lambda x: jnp.zeros((batch, TOKENS_PER_CALL, *x.shape[2:]), x.dtype), shapes
             )
-        carry = state.logits, _cache(state, length), tokens, scores
-        logits, cache, tokens, scores = lax.fori_loop(0, count, body, carry)
-        return _state(logits, cache), tokens, scores
+        carry = state.logits, _cache(state, length), tokens, observed
+        logits, cache, tokens, observed = lax.fori_loop(0, count, body, carry)
+        return _state(logits, cache), tokens, observed
 
-    prepared, *rest = chunk
+    prepared, *rest = inputs
     return map_rows(generate, prepared.mesh, prepared.model, (state, *rest))
 
 

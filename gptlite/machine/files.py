@@ -13,10 +13,12 @@ from typing import Any, BinaryIO
 from filelock import AcquireReturnProxy, FileLock, Timeout
 
 from gptlite.errors import UserError, require
-from gptlite.machine.progress import printable
+from gptlite.machine.progress import log, printable
 
 # Bytes of a JSON file. The largest tokenizer that gptlite writes has 6 million.
 MAX_JSON = 2**24
+# How long to wait for another process that does the same work.
+LOCK_SECONDS = 3600.0
 # The largest number in float32 is 3.4e38.
 MAX_NUMBER = 1e39
 
@@ -49,6 +51,22 @@ def lock(path: Path, busy: str, seconds: float = 0.0) -> AcquireReturnProxy:
         return FileLock(path, timeout=seconds).acquire()
     except Timeout:
         raise UserError(busy) from None
+
+
+def lock_patiently(path: Path, work: str) -> AcquireReturnProxy:
+    """`lock`, which waits for another process that does the same `work`.
+
+    **Raises:** `UserError` if it holds the lock for `LOCK_SECONDS`; `OSError`.
+    """
+    busy = (
+        f"Another process has held {path} for {LOCK_SECONDS / 60:.0f} minutes. If none {work}, "
+        "delete that file."
+    )
+    try:
+        return lock(path, busy)
+    except UserError:
+        log(f"waiting for another process that {work} (it holds {path})")
+        return lock(path, busy, LOCK_SECONDS)
 
 
 def is_locked(path: Path) -> bool:

@@ -4,8 +4,12 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from gptlite.errors import UserError
+
+# Copies of the cache in memory while texts are read: before and after the call, and inside it.
+CACHE_COPIES = 3
 
 
 def free_memory() -> int:
@@ -27,6 +31,24 @@ def require_memory(what: str, needed: int) -> None:
             f"{what} takes {needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are free: use a "
             "smaller model, or less at once."
         )
+
+
+def check_cache_memory(model: Any, batch: int, capacity: int, part: int, copied: int) -> None:
+    """**Raises:** `UserError` if memory is too small to generate with a `GPT`: for the caches of
+    `batch` texts, the scores of `part` tokens in
+    one layer, and a copy of `copied` bytes of the model."""
+    import equinox as eqx
+
+    from gptlite.machine.pytrees import size_of
+
+    needed = copied
+    # To ask the cache for its size takes as long as 50 tokens of a small model. So a cache of 16
+    # MiB or less, if it has keys and values in float32, is not asked.
+    if 8 * batch * capacity * model.config.n_layers * model.config.d_model > 2**24:
+        cache = eqx.filter_eval_shape(lambda m: m.init_cache((batch,), capacity=capacity), model)
+        scores = 4 * batch * model.config.n_heads * part * capacity  # float32
+        needed += CACHE_COPIES * size_of(cache) + scores
+    require_memory(f"Generation of {batch} x {capacity:,} tokens", needed)
 
 
 def _free_in_machine() -> Iterator[int]:

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Array, Int
 
 from gptlite.config import MeshConfig, ModelConfig
-from gptlite.errors import UserError
+from gptlite.errors import UserError, require
 from gptlite.sharding import AXES, MESH_AXES, map_shardings
 
 T = TypeVar("T")
@@ -31,8 +31,26 @@ def make_mesh(
     **Raises:** `UserError` if the sizes do not make up the number of devices.
     """
     devices = jax.devices() if devices is None else list(devices)
-    shape = MeshConfig(data, fsdp, tensor).shape(len(devices))
+    shape = mesh_shape(MeshConfig(data, fsdp, tensor), len(devices))
     return Mesh(arranged(devices, shape), AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def mesh_shape(config: MeshConfig, devices: int) -> tuple[int, int, int]:
+    """The sizes of the axes for so many devices.
+
+    **Raises:** `UserError` if these are too many or too few.
+    """
+    sizes, must = [config.data, config.fsdp, config.tensor], "must be it"
+    if -1 in sizes:
+        sizes[sizes.index(-1)] = max(1, devices // -math.prod(sizes))
+        must = "of those that are not -1 must divide it"
+    require(
+        math.prod(sizes) == devices,
+        f"mesh.data {config.data}, mesh.fsdp {config.fsdp} and mesh.tensor {config.tensor} do not "
+        f"make up the number of devices, {devices}: the product {must} (on a CPU, "
+        "--training.cpu-devices says how many there are).",
+    )
+    return sizes[0], sizes[1], sizes[2]
 
 
 def arranged(devices: Sequence[Any], shape: tuple[int, int, int]) -> np.ndarray:

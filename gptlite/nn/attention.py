@@ -14,13 +14,14 @@ from gptlite.machine.fields import Count, Epsilon
 from gptlite.nn.cache import KVCache
 from gptlite.nn.context import WHOLE_SEQUENCE, Context, PerSequence
 from gptlite.nn.dot_product import Keys, Queries, attend, causal_mask
+from gptlite.nn.kernels.joined import joined_layer
 from gptlite.nn.kernels.layout import split_columns, swap_heads
 from gptlite.nn.kernels.sums import thrice
 from gptlite.nn.kernels.transposed import TransposedLinear
 from gptlite.nn.linear import Linear
 from gptlite.nn.norms import RMSNorm
 from gptlite.nn.positions import NoPositions, Rotary
-from gptlite.sharding import constrain, is_sharded, targets_cpu
+from gptlite.sharding import constrain, targets_cpu
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,8 @@ class Heads(eqx.Module):
     key_norm: RMSNorm | None
     d_head: int = eqx.field(static=True)
     qkv_layer: Linear | TransposedLinear | None = None
-    """The layers of query, key and value as one, or None: see `joined`."""
+    """The layers of query, key and value as one, where it has been made once: see
+    kernels/decoding.py."""
 
     def __init__(
         self,
@@ -111,40 +113,13 @@ class Heads(eqx.Module):
         self.d_head = d_head
         self.qkv_layer = None
 
-    def joined(self) -> "Heads":
-        """The same heads with the matrices of queries, keys and values as one, for loops over
-        tokens: one wide product is faster than three narrow ones, but to join their matrices takes
-        longer than the product of a single token."""
-        layer = self._joined_layer() if self.query.weight.ndim == 2 else None
-        if layer is None:
-            return self
-        return eqx.tree_at(lambda heads: heads.qkv_layer, self, layer, is_leaf=lambda x: x is None)
-
-    def _joined_layer(self) -> Linear | None:
-        """Query, key and value as one layer. None if there is no such layer."""
-        layers = (self.query, self.key, self.value)
-        biases = [layer.bias for layer in layers if layer.bias is not None]
-        # A layer of another type, such as one with a call hook, is called itself.
-        alike = all(type(layer) is Linear for layer in layers) and len(biases) in (0, 3)
-        # Joining matrices that are cut over devices would move them.
-        if not alike or is_sharded("tensor"):
-            return None
-        weight = jnp.concatenate([layer.weight for layer in layers])
-        bias = jnp.concatenate(biases) if biases else None
-        return eqx.tree_at(
-            lambda layer: (layer.weight, layer.bias),
-            self.query,
-            (weight, bias),
-            is_leaf=lambda x: x is None,
-        )
-
     def qkv(
         self, x: Float[Array, "*batch seq d_model"], *, fused: bool
     ) -> Sequence[Float[Array, "*batch seq _"]]:
         """Queries, keys and values, heads not yet split. `fused` computes them as one wide product,
-        as `joined` heads always do."""
+        if that is possible, as `qkv_layer` always does."""
         layers = (self.query, self.key, self.value)
-        joined = self._joined_layer() if fused and self.qkv_layer is None else self.qkv_layer
+        joined = joined_layer(layers) if fused and self.qkv_layer is None else self.qkv_layer
         if joined is None:
             return [layer(x) for layer, x in zip(layers, thrice(x), strict=True)]
         return split_columns(joined(x), tuple(len(layer.weight) for layer in layers))

@@ -1,10 +1,9 @@
 """Scaled dot-product attention: the one function that computes it."""
 
-import itertools
+import functools
 import math
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
@@ -12,10 +11,8 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from gptlite.nn.context import Start
 from gptlite.nn.kernels.fused_attention import fused_attention
 from gptlite.nn.kernels.product import product
+from gptlite.nn.kernels.query_blocks import in_query_blocks
 from gptlite.nn.positions import token_positions
-
-# Causal attention is computed for blocks of at least this many queries, and at most so many blocks.
-BLOCK, MAX_BLOCKS = 128, 8
 
 Queries = Float[Array, "*batch heads queries d_head"]
 Keys = Float[Array, "*batch kv_heads keys d_head"]
@@ -39,74 +36,40 @@ def attend(
     The arguments follow those of `jax.nn.dot_product_attention`, with heads before the sequence.
 
     On NVIDIA's GPUs and on TPUs, `fused_attention` computes whole sequences in half precision, if
-    there is no bias, mask or dropout.
+    there is no bias, mask or dropout; elsewhere, `in_query_blocks` computes causal attention.
 
     **Arguments:**
 
     - `key`, `value`: may have fewer heads than `query`: successive heads share one.
     - `mask`: False where a query may not see a key. A query that sees none gets some mean of
       values.
-    - `is_causal`: query i sees the keys 0 to i, with `window` the last `window` of these. Long
-      sequences are computed in blocks of queries, each with no key that none of them sees.
+    - `is_causal`: query i sees the keys 0 to i, with `window` the last `window` of these.
     - `starts`: a query sees no key before that place. With `is_causal`, it must be the place where
       the query's document begins: a TPU's kernel compares starts.
     - `dropout`: the share of the weights that is dropped, if there is a `dropout_key`.
     """
     if dropout == 0:
         dropout_key = None
-
-    def in_blocks(query, key, value):
-        return _in_blocks(
-            query, key, value, bias, mask, is_causal, window, starts, dropout, dropout_key
-        )
-
-    if bias is None and mask is None and dropout_key is None:
-        return fused_attention(
-            query, key, value, in_blocks, is_causal=is_causal, window=window, starts=starts
-        )
-    return in_blocks(query, key, value)
-
-
-def _in_blocks(
-    query: Queries,
-    key: Keys,
-    value: Float[Array, "*batch kv_heads keys d_value"],
-    bias: Float[Array, "*#batch heads queries keys"] | None,
-    mask: Bool[Array, "*#batch #heads #queries keys"] | None,
-    is_causal: bool,
-    window: int | None,
-    starts: Int[Array, "*batch queries"] | None,
-    dropout: float,
-    dropout_key: PRNGKeyArray | None,
-) -> Float[Array, "*batch heads queries d_value"]:
-    """`attend` without a kernel."""
+    is_plain = bias is None and mask is None and dropout_key is None
     queries, keys = query.shape[-2], key.shape[-2]
     if starts is not None:
         own = jnp.arange(keys) >= starts[..., None, :, None]
         mask = own if mask is None else mask & own
-    if not is_causal:
-        return _attend(query, key, value, bias, mask, dropout, dropout_key)
-    causal = causal_mask(queries, keys, 0, window)
-    mask = causal if mask is None else mask & causal
-    count = min(max(1, queries // BLOCK), MAX_BLOCKS)
-    ends = [queries * i // count for i in range(count + 1)]
-    blocks = []
-    for i, (start, end) in enumerate(itertools.pairwise(ends)):
-        # At least one key, also where a block sees none.
-        first = 0 if window is None else min(max(0, start + 1 - window), keys - 1)
-        seen = slice(first, min(end, keys))
-        blocks.append(
-            _attend(
-                query[..., start:end, :],
-                key[..., seen, :],
-                value[..., seen, :],
-                None if bias is None else bias[..., start:end, seen],
-                mask[..., start:end, seen],
-                dropout,
-                None if dropout_key is None else jax.random.fold_in(dropout_key, i),
-            )
-        )
-    return jnp.concatenate(blocks, axis=-2)
+    if is_causal:
+        causal = causal_mask(queries, keys, 0, window)
+        mask = causal if mask is None else mask & causal
+
+    def reference(query, key, value):
+        attend = functools.partial(_attend, dropout=dropout)
+        if not is_causal:
+            return attend(query, key, value, bias, mask, dropout_key)
+        return in_query_blocks(attend, query, key, value, bias, mask, dropout_key, window)
+
+    if not is_plain:
+        return reference(query, key, value)
+    return fused_attention(
+        query, key, value, reference, is_causal=is_causal, window=window, starts=starts
+    )
 
 
 def _attend(
@@ -115,8 +78,8 @@ def _attend(
     value: Float[Array, "*batch kv_heads keys d_value"],
     bias: Float[Array, "*#batch heads queries keys"] | None,
     mask: Bool[Array, "*#batch #heads #queries keys"] | None,
-    dropout: float,
     dropout_key: PRNGKeyArray | None,
+    dropout: float,
 ) -> Float[Array, "*batch heads queries d_value"]:
     """`attend` of all queries to all keys that the mask lets them see."""
     *batch, heads, queries, d_head = query.shape

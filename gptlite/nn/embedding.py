@@ -3,7 +3,6 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 
@@ -24,21 +23,11 @@ class Embedding(eqx.Module):
         *,
         std: float = 1.0,
         scale: float = 1.0,
-        vectors: Float[Array | np.ndarray, "vocab d"] | None = None,
         key: PRNGKeyArray,
     ):
-        """The weight starts from `vectors`, or else from a normal distribution with the standard
-        deviation `std`.
-
-        **Raises:** `ValueError` if `vectors` are not `[vocab_size, d]`.
-        """
+        """`std`: standard deviation of the normal that the weight is drawn from (0 for zeros)."""
         shape = (vocab_size, d)
-        if vectors is not None:
-            if vectors.shape != shape:
-                raise ValueError(f"vectors must be {list(shape)}, got {list(vectors.shape)}.")
-            self.weight = jnp.asarray(vectors)
-        else:
-            self.weight = std * jax.random.normal(key, shape) if std else jnp.zeros(shape)
+        self.weight = std * jax.random.normal(key, shape) if std else jnp.zeros(shape)
         self.scale = scale
 
     def __call__(self, ids: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:

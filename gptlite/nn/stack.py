@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from gptlite.errors import require
 from gptlite.nn.block import checked, split_key
 from gptlite.nn.context import WHOLE_SEQUENCE, Context
+from gptlite.nn.kernels.recomputed import Recomputed
 from gptlite.sharding import constrain, gathered
 
 T = TypeVar("T")
@@ -132,7 +133,7 @@ class Stack(eqx.Module):
                     "model.remat attention needs a block with an `attention`: "
                     f"{type(block).__name__} has none.",
                 )
-                block = eqx.tree_at(lambda b: b.attention, block, replace_fn=_Recomputed)
+                block = eqx.tree_at(lambda b: b.attention, block, replace_fn=Recomputed)
             x, _, aux_loss = _run(block, x, None, context, key)
             return x, aux_loss
 
@@ -153,18 +154,6 @@ def unstacked(model: T, *, scanned: bool = True) -> T:
         return eqx.filter_jit(Stack.unstack)(node) if is_wanted else node
 
     return jax.tree.map(unstack, model, is_leaf=lambda node: isinstance(node, Stack))
-
-
-class _Recomputed(eqx.Module):
-    """A module that keeps nothing for its gradient but its inputs."""
-
-    recomputed: Any
-
-    def __call__(self, *inputs: Any, **more: Any) -> Any:
-        def run(module, *inputs, **more):
-            return module(*inputs, **more)
-
-        return eqx.filter_checkpoint(run, prevent_cse=False)(self.recomputed, *inputs, **more)
 
 
 def _run(

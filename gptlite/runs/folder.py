@@ -47,6 +47,7 @@ from gptlite.machine.files import (
     write_atomically,
     write_json,
 )
+from gptlite.machine.mesh import mesh_shape
 from gptlite.machine.processes import count, is_first, of_first, wait_for_first
 from gptlite.machine.progress import log
 from gptlite.machine.pytrees import size_of
@@ -491,6 +492,6 @@ class RunFolder:
 
 def _devices(config: Config) -> str:
     count = jax.device_count()
-    _, fsdp, tensor = config.mesh.shape(count)
+    _, fsdp, tensor = mesh_shape(config.mesh, count)
     cut = f" (fsdp {fsdp}, tensor {tensor})" if fsdp * tensor > 1 else ""
     return f"{count} x {jax.devices()[0].device_kind}{cut}"

@@ -23,7 +23,7 @@ from gptlite.cli import TrainArguments, check_start, settings
 from gptlite.config import Config
 from gptlite.custom import custom_arguments, load_custom
 from gptlite.machine.memory import require_memory
-from gptlite.machine.mesh import check_tensor
+from gptlite.machine.mesh import check_tensor, mesh_shape
 from gptlite.machine.names import parse_lora
 from gptlite.machine.processes import (
     check_same,
@@ -202,8 +202,8 @@ def start_run(arguments: TrainArguments) -> Iterator["TrainingRun"]:
         else:
             start = New(arguments, config, corpus)
         if config.model.separate_documents:
-            require_documents(corpus, start.tokenizer)
-        check_tensor(config.mesh.shape(jax.device_count())[2], config.model)
+            require_documents(corpus)
+        check_tensor(mesh_shape(config.mesh, jax.device_count())[2], config.model)
         yield TrainingRun(config, corpus, start, folder, stack, trackers, setting_up)
 
 

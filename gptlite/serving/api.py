@@ -14,8 +14,8 @@ from typing import Annotated, Any, ClassVar, Protocol, TypeVar
 
 from gptlite.config import SamplingConfig
 from gptlite.errors import UserError, require
-from gptlite.generation.generate import N_BEST
 from gptlite.machine.fields import MAX_INT32, Between, check_fields
+from gptlite.serving.scores import N_BEST
 from gptlite.serving.text import Piece, Scored, ServedText, Token, shown
 from gptlite.text.tokenizer import Ids, Tokenizer, as_ids
 

@@ -19,22 +19,22 @@ from jaxtyping import Array, Int
 from gptlite.config import SamplingConfig
 from gptlite.errors import require
 from gptlite.generation.generate import (
-    CACHE_COPIES,
     TOKENS_PER_CALL,
-    Chunk,
+    DecodeInputs,
     GenerationState,
-    Part,
+    PrefillInputs,
     PreparedModel,
-    Scores,
     begins_with_rows,
     decode,
+    padded_length,
+    prefill,
     prepare,
-    read_part,
-    room_for,
 )
 from gptlite.generation.sampling import Filters, Sampling
+from gptlite.machine.memory import CACHE_COPIES
 from gptlite.machine.pytrees import size_of
 from gptlite.models.gpt import GPT
+from gptlite.serving.scores import Scores, token_scores
 from gptlite.serving.text import ServedText, TextScores
 
 # The least capacity of a cache: less would save little, and be compiled again soon.
@@ -373,8 +373,9 @@ class _Programs:
             return eqx.combine(jax.tree.unflatten(structure, leaves), rest)
 
         def read(leaves, state, ids, start, length, *, capacity, scored):
-            part = Part(prepared(leaves), ids, start, length)
-            state, scores = read_part(part, state, capacity, scored=scored)
+            inputs = PrefillInputs(prepared(leaves), ids, start, length)
+            observe = token_scores if scored else None
+            state, scores = prefill(inputs, state, capacity, observe=observe)
             if len(ids) == 1:
                 return state, scores
             # All groups have as many rows, so that the programs that take them on are few.
@@ -383,7 +384,7 @@ class _Programs:
 
         def step(leaves, state, settings, lengths, done, count, *, scored):
             keys, temperature, filters = settings
-            chunk = Chunk(
+            inputs = DecodeInputs(
                 prepared(leaves),
                 jax.random.wrap_key_data(keys, impl="threefry2x32"),
                 Sampling(temperature, None if filters is None else Filters(*filters)),
@@ -391,7 +392,7 @@ class _Programs:
                 done,
                 count,
             )
-            return decode(chunk, state, scored=scored)
+            return decode(inputs, state, observe=token_scores if scored else None)
 
         def resize(leaves, state, rows, *, capacity):
             """The `rows` of the state, with caches of that capacity. What is cut off is not in
@@ -432,7 +433,7 @@ class _Programs:
 @functools.lru_cache(maxsize=2**14)
 def capacity_for(tokens: int, context: int) -> int:
     """Places in a cache for so many tokens."""
-    return room_for(max(MIN_CAPACITY, min(tokens, context)), context)
+    return padded_length(max(MIN_CAPACITY, min(tokens, context)), context)
 
 
 def _pad_rows(x: Array, rows: int) -> Array:

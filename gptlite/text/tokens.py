@@ -15,12 +15,11 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 import tiktoken
-from filelock import AcquireReturnProxy
 from jaxtyping import Integer
 
 from gptlite.config import DataConfig
 from gptlite.errors import UserError, require
-from gptlite.machine.files import lock
+from gptlite.machine.files import lock_patiently
 from gptlite.machine.progress import log, progress_bar
 from gptlite.machine.records import read_record, write_record
 from gptlite.text.corpus import DATA_FOLDER, Corpus
@@ -34,9 +33,6 @@ SEGMENT = 2**22
 
 # The version of the code that makes ids of texts. A change of it makes files of ids anew.
 ENCODING = 2
-
-# How long to wait for another process that encodes the same text.
-LOCK_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
@@ -89,7 +85,7 @@ def split_corpus(
         path = folder / hashlib.sha256(json.dumps(spec).encode("ascii")).hexdigest()[:32]
         try:
             # One process writes, the others wait for it.
-            with _locked(path.with_name(f".{path.name}.lock")):
+            with lock_patiently(path.with_name(f".{path.name}.lock"), "encodes this text"):
                 store = _Store(path, dtype, limits)
                 if not store.journal.is_finished:
                     log(f"encoding {corpus.name}, once, into {path}.train")
@@ -112,20 +108,12 @@ def split_corpus(
     )
 
 
-def require_documents(corpus: Corpus, tokenizer: Tokenizer) -> None:
-    """What `model.separate_documents` needs of a corpus.
-
-    **Raises:** `UserError` if the ids of `corpus` have no token between documents.
-    """
+def require_documents(corpus: Corpus) -> None:
+    """**Raises:** `UserError` if `corpus` is a text: `model.separate_documents` needs documents."""
     require(
         not corpus.is_text,
         "model.separate_documents needs a dataset of documents, such as hf:FILE.jsonl, got the "
         f"text {corpus.name}.",
-    )
-    require(
-        bool(tokenizer.end_ids),
-        "model.separate_documents needs a tokenizer with an end-of-text token, such as bpe:4096 or "
-        f"tiktoken:gpt2, got one without ({type(tokenizer).__name__}).",
     )
 
 
@@ -289,16 +277,3 @@ class _Store:
         if hasattr(mmap, "MADV_RANDOM"):  # read at random: without read-ahead
             train._mmap.madvise(mmap.MADV_RANDOM)  # pyright: ignore[reportAttributeAccessIssue]
         return train, validation.astype(np.int32)
-
-
-def _locked(path: Path) -> AcquireReturnProxy:
-    """**Raises:** `UserError` if another process holds the lock for `LOCK_SECONDS`."""
-    busy = (
-        f"Another process has held {path} for {LOCK_SECONDS / 60:.0f} minutes. If none encodes "
-        "this text, delete that file."
-    )
-    try:
-        return lock(path, busy)
-    except UserError:
-        log(f"waiting for another process that encodes the same text (it holds {path})")
-        return lock(path, busy, LOCK_SECONDS)

@@ -1,6 +1,5 @@
 """The training loop: dispatches of several steps, one after the other."""
 
-import concurrent.futures
 import contextlib
 import math
 import operator
@@ -15,6 +14,7 @@ from jaxtyping import PyTree
 
 from gptlite.config import TrainingConfig
 from gptlite.errors import UserError, require
+from gptlite.machine.batch_reader import BatchReader
 from gptlite.machine.mesh import local, place_batches, whole
 from gptlite.machine.processes import largest
 from gptlite.training.step import StepMetrics, TrainState, TrainSteps
@@ -22,11 +22,6 @@ from gptlite.training.step import StepMetrics, TrainState, TrainSteps
 # A stop is possible only between dispatches. So steps that take longer than this in total are
 # dispatched in parts.
 SECONDS_PER_DISPATCH = 2.0
-# Batches that are read ahead of the steps. More would only delay the start, and fill memory.
-MAX_AHEAD = 64
-
-# `batch(step)`: NumPy arrays, in any pytree.
-BatchOf = Callable[[int], PyTree]
 
 
 @dataclass(frozen=True)
@@ -94,7 +89,7 @@ class DivergenceError(UserError):
 def fit(
     state: TrainState,
     train_steps: TrainSteps,
-    batch: BatchOf,
+    batch_fn: Callable[[int], PyTree],
     *,
     start: Position | None = None,
     stop_on_nonfinite: bool | None = None,
@@ -106,10 +101,10 @@ def fit(
     **Arguments:**
 
     - `state`: from `train_steps.init`, or restored. Its memory is reused.
-    - `batch(step)`: NumPy arrays, in any pytree, that begin with an axis of `training.batch_size`
-      (of several seeds, with the axes `seeds` and `batch_size`; of several processes, with the
-      rows `train_steps.rows` of a batch). It is called ahead of the steps,
-      on a thread. A run can be repeated only if the same step always gets the same batch.
+    - `batch_fn(step)`: NumPy arrays, in any pytree, that begin with an axis of
+      `training.batch_size` (of several processes, with the rows `train_steps.rows` of a batch). It
+      is called ahead of the steps, on a thread. A run can be repeated only if the same step always
+      gets the same batch.
     - `start`: where to continue, with a restored state.
     - `stop_on_nonfinite`: by default what `training.on_nonfinite` says.
 
@@ -123,7 +118,7 @@ def fit(
         f"The state is of step {state.step}, and training is to continue at {start.step}.",
     )
     stops = training.on_nonfinite == "stop" if stop_on_nonfinite is None else stop_on_nonfinite
-    read = _Reader(batch, train_steps)
+    read = BatchReader(batch_fn, train_steps)
     try:
         # So that the speeds below are those of steps.
         train_steps.compile(state, read.first(start.step))
@@ -195,56 +190,3 @@ def _next_log_step(step: int, training: TrainingConfig) -> int:
     lines = since_evaluation // training.log_every + 1
     end = step - since_evaluation + min(lines * training.log_every, training.eval_every)
     return min(end, training.steps)
-
-
-class _Reader:
-    """Reads batches ahead of the steps, on a thread."""
-
-    def __init__(self, batch: BatchOf, train_steps: TrainSteps):
-        self._batch, self._train_steps = batch, train_steps
-        self._depth = min(2 * train_steps.capacity, MAX_AHEAD)
-        self._thread = concurrent.futures.ThreadPoolExecutor(1)
-        self._pending: dict[int, concurrent.futures.Future[PyTree]] = {}
-        self._kind: PyTree = None
-
-    def __call__(self, step: int, count: int) -> PyTree:
-        """`count` batches from `step` on, stacked, followed by zeros up to the capacity."""
-        self._read_ahead(step, step + count)
-        batches = [self._pending.pop(i).result() for i in range(step, step + count)]
-        for i, batch in enumerate(batches):
-            self._check(step + i, batch)
-        capacity = self._train_steps.capacity
-
-        def stack(*leaves):
-            stacked = np.zeros((capacity, *np.shape(leaves[0])), np.asarray(leaves[0]).dtype)
-            for i, leaf in enumerate(leaves):
-                stacked[i] = leaf
-            return stacked
-
-        return jax.tree.map(stack, *batches)
-
-    def first(self, step: int) -> PyTree:
-        """The batch of `step`, which stays to be read."""
-        self._read_ahead(step, step + 1)
-        return self._pending[step].result()
-
-    def _read_ahead(self, step: int, end: int) -> None:
-        steps = self._train_steps.training.steps
-        for ahead in range(step, max(end, min(step + self._depth, steps))):
-            if ahead not in self._pending:
-                self._pending[ahead] = self._thread.submit(self._batch, ahead)
-
-    def close(self) -> None:
-        """Stop reading."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-    def _check(self, step: int, batch: PyTree) -> None:
-        """**Raises:** `UserError` if the batch does not fit."""
-        self._train_steps.check_batch(batch, step)
-        kind = jax.tree.map(lambda x: (np.asarray(x).dtype, np.shape(x)), batch)
-        require(
-            self._kind is None or kind == self._kind,
-            f"Batches must have the same shapes and dtypes at every step, got {kind} at step "
-            f"{step}, and {self._kind} before.",
-        )
-        self._kind = kind

@@ -15,21 +15,18 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, Shaped
 
 from gptlite.config import OptimizerConfig, TrainingConfig
 from gptlite.errors import UserError
+from gptlite.machine.batch_reader import check_batch
 from gptlite.machine.mesh import abstract, check_rows, local_rows, place, place_batches
 from gptlite.machine.pytrees import Trainable, cast, is_parameter
 from gptlite.nn.dtypes import widen
 from gptlite.nn.kernels.row_keys import row_key
-from gptlite.nn.kernels.rows import mean_by_rows, n_row_shards
+from gptlite.nn.kernels.rows import default_parts, mean_by_rows, n_row_shards
 from gptlite.nn.stack import unstacked
-from gptlite.sharding import constrain, constrain_parameters, is_sharded, targets_cpu
+from gptlite.sharding import constrain, constrain_parameters
 from gptlite.training.loss import window_losses
 from gptlite.training.optimizer import make_optimizer, make_schedule
 
 T = TypeVar("T")
-
-# The most tokens for which a device of a CPU computes the gradient at once: 4 windows of 257 ids.
-# Their activations stay in its caches. (benchmarks/NOTES.md)
-CPU_TOKENS = 1100
 
 # The arguments of `TrainSteps`, which describes them.
 Losses = Callable[..., Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, ""]]]
@@ -161,32 +158,14 @@ class TrainSteps:
         """Compile the update for a state and batches like these, `[batch, ...]`. Changes neither;
         the first call then takes as long as others.
 
-        **Raises:** `UserError` if the batch does not fit: see `check_batch`.
+        **Raises:** `UserError` if the batch does not fit: see `batch_reader.check_batch`.
         """
-        self.check_batch(batch, int(np.max(np.asarray(state.step))))
+        check_batch(self, batch, int(np.max(np.asarray(state.step))))
         batches = jax.tree.map(
             lambda x: np.zeros((self.capacity, *np.shape(x)), np.asarray(x).dtype), batch
         )
         with jax.set_mesh(self.mesh):
             self._run.lower(self.place(batches, 0), state).compile()
-
-    def check_batch(self, batch: PyTree, step: int) -> None:
-        """**Raises:** `UserError` if the batch of a step does not begin with an axis of this
-        process's rows, or has an id that is not in the vocabulary."""
-        wanted = self.batch_shape
-        leaves = jax.tree.leaves(batch)
-        if not leaves or any(np.shape(x)[: len(wanted)] != wanted for x in leaves):
-            is_whole = wanted[-1] == self.training.batch_size
-            what = "training.batch_size" if is_whole else "this process's rows"
-            kind = jax.tree.map(lambda x: f"{np.asarray(x).dtype}{list(np.shape(x))}", batch)
-            raise UserError(
-                f"Batches must begin with an axis of {what}, {wanted[-1]}; at step {step}: {kind}."
-            )
-        if self.vocab_size is not None and np.max(leaves[0]) >= self.vocab_size:
-            raise UserError(
-                f"The text has a token {np.max(leaves[0])}, and the model's vocabulary ends at "
-                f"{self.vocab_size - 1}: they belong to different tokenizers."
-            )
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of update `step`, counted from 0 (with muon: of the matrices)."""
@@ -339,12 +318,3 @@ def copied(model: T) -> T:
 def _rows_and_tokens(batch: PyTree[Shaped[Array, "batch ..."]]) -> tuple[int, int]:
     leaves = jax.tree.leaves(batch)
     return len(leaves[0]), max(x.shape[1] if x.ndim > 1 else 1 for x in leaves)
-
-
-def default_parts(rows: int, tokens: int) -> int:
-    """In how many parts a device computes the gradient of its rows of so many tokens, if the config
-    does not say."""
-    if not targets_cpu() or is_sharded("fsdp") or is_sharded("tensor"):
-        return 1
-    divisors = (parts for parts in range(1, rows) if rows % parts == 0)
-    return next((parts for parts in divisors if rows // parts * tokens <= CPU_TOKENS), rows)

@@ -178,7 +178,7 @@ def test_devices_share_the_rows_of_a_model_that_each_can_copy(rows, devices, mon
     if devices:
         with pytest.raises(UserError, match="must be a multiple of 2, got 3"):
             generate(prepared, prompts[:3], 5, keys=keys[:3])
-    monkeypatch.setattr("gptlite.nn.kernels.rows.MAX_COPIED", 0)
+    monkeypatch.setattr("gptlite.machine.mesh.MAX_COPIED", 0)
     assert prepare(model, rows).mesh is None
     np.testing.assert_array_equal(generate(model, prompts, 40, keys=keys), shared)
 

@@ -8,7 +8,8 @@ from hypothesis import given, strategies as st
 from gptlite.config import SamplingConfig
 from gptlite.errors import UserError
 from gptlite.generation import sampling
-from gptlite.generation.sampling import BLOCK, FEW, Sampling
+from gptlite.generation.sampling import Sampling
+from gptlite.nn.kernels.drawing import BLOCK, FEW
 
 # Compiled as one program: operation by operation takes longer.
 candidates, sample = eqx.filter_jit(sampling.candidates), eqx.filter_jit(sampling.sample)

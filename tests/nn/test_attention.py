@@ -23,6 +23,8 @@ from gptlite.nn import (
     dot_product,
 )
 from gptlite.nn.kernels import fused_attention
+from gptlite.nn.kernels.decoding import rearranged
+from gptlite.nn.kernels.joined import joined_layer
 from gptlite.research.seeds import seeds_mesh
 
 CAUSAL = {"is_causal": True}
@@ -321,7 +323,8 @@ def test_a_custom_query_projection_is_called():
     weighted = eqx.tree_at(lambda a: a.heads.query.weight, plain, 2 * doubled.weight)
     x = jax.random.normal(jax.random.key(1), (6, 16))
     np.testing.assert_allclose(call(twice, x)[0], call(weighted, x)[0], rtol=1e-5, atol=1e-5)
-    assert twice.heads.joined() is twice.heads
+    layers = (twice.heads.query, twice.heads.key, twice.heads.value)
+    assert joined_layer(layers) is None
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -329,10 +332,14 @@ def test_joined_projections_give_what_each_gives(bias):
     apart = heads(n_kv_heads=2, qkv_bias=bias)
     if bias:
         apart = eqx.tree_at(lambda h: h.key.bias, apart, jnp.arange(8.0))
-    joined, x = apart.joined(), jax.random.normal(jax.random.key(1), (6, 16))
-    assert joined.qkv_layer is not None
-    for ours, wanted in zip(joined.qkv(x, fused=False), apart.qkv(x, fused=False), strict=True):
-        np.testing.assert_allclose(ours, wanted, rtol=1e-5, atol=1e-5)
+    x = jax.random.normal(jax.random.key(1), (6, 16))
+    wanted = apart.qkv(x, fused=False)
+    for joined in (
+        apart.qkv(x, fused=True),
+        rearranged(Attention(apart), False).heads.qkv(x, fused=False),
+    ):
+        for ours, one in zip(joined, wanted, strict=True):
+            np.testing.assert_allclose(ours, one, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("first", [0, 3])

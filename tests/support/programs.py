@@ -33,11 +33,11 @@ from gptlite.config import Config, OptimizerConfig, SamplingConfig, TrainingConf
 from gptlite.estimate.hardware import describe  # noqa: E402
 from gptlite.estimate.step import lower_step  # noqa: E402
 from gptlite.generation.generate import (  # noqa: E402
-    Chunk,
-    Part,
+    DecodeInputs,
+    PrefillInputs,
     PreparedModel,
     decode,
-    read_part,
+    prefill,
 )
 from gptlite.generation.sampling import Sampling  # noqa: E402
 from gptlite.machine.mesh import abstract, make_mesh  # noqa: E402
@@ -120,21 +120,21 @@ def lowered(config: Config, target: str) -> Iterator[tuple[str, Callable[[], jax
         transposed = rows > 1 and target == "cpu"
         prepared = here(eqx.filter_eval_shape(rearranged, model, transposed))
         ids, length = here((jnp.zeros((rows, 16), jnp.int32), jnp.zeros(rows, jnp.int32)))
-        part = Part(PreparedModel(prepared, None), ids, length, length)
+        inputs = PrefillInputs(PreparedModel(prepared, None), ids, length, length)
 
-        def prefill(part: Part = part) -> jax.stages.Lowered:
-            return on_arrays(lambda part: read_part(part, None, context), part)
+        def read(inputs: PrefillInputs = inputs) -> jax.stages.Lowered:
+            return on_arrays(lambda inputs: prefill(inputs, None, context), inputs)
 
-        def generate(part: Part = part, rows: int = rows) -> jax.stages.Lowered:
-            read = eqx.filter_eval_shape(lambda part: read_part(part, None, context)[0], part)
+        def generate(inputs: PrefillInputs = inputs, rows: int = rows) -> jax.stages.Lowered:
+            state = eqx.filter_eval_shape(lambda x: prefill(x, None, context)[0], inputs)
             settings = SamplingConfig(0.8, top_k=20, top_p=0.9)
             keys = here(jax.random.split(jax.random.key(0, impl="threefry2x32"), rows))
             count = here(jnp.zeros((), jnp.int32))
             sampling = here(Sampling.of([settings] * rows))
-            chunk = Chunk(part.prepared, keys, sampling, part.length, count, count)
-            return on_arrays(decode, chunk, here(read))
+            given = DecodeInputs(inputs.prepared, keys, sampling, inputs.length, count, count)
+            return on_arrays(decode, given, here(state))
 
-        yield f"prefill-{rows}", prefill
+        yield f"prefill-{rows}", read
         yield f"decode-{rows}", generate
 
 

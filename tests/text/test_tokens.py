@@ -16,6 +16,7 @@ from filelock import FileLock
 from hypothesis import given, strategies as st
 
 from gptlite.errors import UserError
+from gptlite.machine import files as files_module
 from gptlite.runs.tokenizers import make_tokenizer
 from gptlite.text import tokens
 from gptlite.text.corpus import Corpus, text_corpus
@@ -112,7 +113,7 @@ def test_a_lock_that_is_never_released_ends_the_wait(tmp_path, monkeypatch, caps
 
     encode()
     (path,) = tmp_path.glob("*.lock")
-    monkeypatch.setattr(tokens, "LOCK_SECONDS", 0.2)
+    monkeypatch.setattr(files_module, "LOCK_SECONDS", 0.2)
     with FileLock(path), pytest.raises(UserError, match=r"has held .*\.lock .*delete that file"):
         encode()
     assert "waiting for another process" in capsys.readouterr().out

@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 
 from gptlite.nn.attention import Heads
+from gptlite.nn.kernels.joined import joined_layer
 from gptlite.nn.kernels.transposed import TransposedLinear
 from gptlite.nn.linear import Linear
 from gptlite.nn.mlp import MLP, GatedMLP
@@ -28,11 +29,19 @@ def rearranged(model: Any, transposed: bool) -> Any:
             lambda node: new(node) if is_leaf(node) else node, tree, is_leaf=is_leaf
         )
 
+    def join(heads: Heads) -> Heads:
+        # To join matrices takes longer than the product of a single token. So it is done once.
+        is_single = heads.query.weight.ndim == 2  # more axes: a custom block maps over layers
+        layers = (heads.query, heads.key, heads.value)
+        layer = joined_layer(layers) if is_single else None
+        if layer is None:
+            return heads
+        return eqx.tree_at(lambda x: x.qkv_layer, heads, layer, is_leaf=lambda x: x is None)
+
     def transpose(layer: Linear) -> Any:
-        # More axes than two: a custom block maps over layers.
         return TransposedLinear(layer) if layer.weight.ndim == 2 else layer
 
-    model = replace(unstacked(model), (Heads,), Heads.joined)
+    model = replace(unstacked(model), (Heads,), join)
     if not transposed:
         return model
     # Only in the package's own modules: others may use a layer in a way of their own.

@@ -16,9 +16,21 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, PRNGKeyArray
 
 from gptlite.nn.kernels.row_keys import row_key
-from gptlite.sharding import AXES, MESH_AXES, constrain, current_mesh, spec_for, targets_cpu
+from gptlite.sharding import (
+    AXES,
+    MESH_AXES,
+    constrain,
+    current_mesh,
+    is_sharded,
+    spec_for,
+    targets_cpu,
+)
 
 T = TypeVar("T")
+
+# The most tokens for which a device of a CPU computes the gradient at once: 4 windows of 257 ids.
+# Their activations stay in its caches. (benchmarks/NOTES.md)
+CPU_TOKENS = 1100
 
 
 def map_over_devices(function: Callable[[Array], Array], x: Array) -> Array:
@@ -74,6 +86,15 @@ def mean_by_rows(
         out_specs=PartitionSpec(),
         check_vma=False,
     )(shared, rows, key)
+
+
+def default_parts(rows: int, tokens: int) -> int:
+    """In how many parts a device computes the gradient of its rows of so many tokens, if the config
+    does not say."""
+    if not targets_cpu() or is_sharded("fsdp") or is_sharded("tensor"):
+        return 1
+    divisors = (parts for parts in range(1, rows) if rows % parts == 0)
+    return next((parts for parts in divisors if rows // parts * tokens <= CPU_TOKENS), rows)
 
 
 def map_rows(function: Callable[[Any, Any], T], mesh: Mesh | None, shared: Any, rows: Any) -> T:
