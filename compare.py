@@ -27,10 +27,10 @@ def compare(parsed: tuple[CompareArguments, dict[str, Config]]) -> None:
     from gptlite.research import plots
     from gptlite.research.comparison import Comparison
     from gptlite.research.report import table, to_csv
-    from gptlite.runs.corpora import load_corpus
+    from gptlite.runs.corpora import load_corpus, require_documents
     from gptlite.runs.plots import save_picture
     from gptlite.runs.tokenizers import make_tokenizer
-    from gptlite.text.tokens import require_documents, split_corpus
+    from gptlite.text.tokens import split_corpus
 
     data = arguments.config.data
     seeds = list(range(arguments.seeds))

@@ -30,7 +30,7 @@ from gptlite.machine.pytrees import is_parameter
 from gptlite.machine.runtime import set_up_jax
 from gptlite.models.gpt import GPT
 from gptlite.runs.corpora import load_corpus
-from gptlite.text.batches import Batches, split_windows
+from gptlite.text.batches import Batches, evaluation_batches
 from gptlite.training.loss import window_losses
 
 WORDS = 2_000
@@ -98,11 +98,12 @@ def main(
         embed_previous=0,
     )
     batches = Batches(ids[:count], training.batch_size, config.context_length, seed)
-    held_out, _ = split_windows(ids[count:], config.context_length)
-    require(len(held_out) > 1, f"{corpus} is too short: nothing is left to validate on.")
+    held_out, targets = evaluation_batches(ids[count:], config.context_length)
+    held_out = held_out.reshape(-1, config.context_length + 1)[: targets // config.context_length]
+    require(len(held_out) > 0, f"{corpus} is too short: nothing is left to validate on.")
 
     def evaluate(model):
-        losses, _ = eqx.filter_jit(window_losses)(model, jnp.asarray(held_out[:-1]))
+        losses, _ = eqx.filter_jit(window_losses)(model, jnp.asarray(held_out))
         return f"validation loss {losses.mean():.4f} nats per word"
 
     for name, start, frozen in (

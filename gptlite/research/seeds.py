@@ -20,10 +20,10 @@ from gptlite.machine.mesh import replicate
 from gptlite.runs.frozen import trainable
 from gptlite.runs.model import make_model
 from gptlite.sharding import AXES
-from gptlite.text.batches import Batches
+from gptlite.text.batches import Batches, evaluation_batches
 from gptlite.text.tokenizer import Tokenizer
 from gptlite.text.tokens import Split
-from gptlite.training.evaluate import evaluation_batches, summed_loss
+from gptlite.training.evaluate import summed_loss
 from gptlite.training.fit import fit
 from gptlite.training.step import TrainState, TrainSteps, copied
 

@@ -103,3 +103,12 @@ def _read(path: Path) -> Iterator[str]:
                     return
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+def require_documents(corpus: Corpus) -> None:
+    """**Raises:** `UserError` if `corpus` is a text: `model.separate_documents` needs documents."""
+    require(
+        not corpus.is_text,
+        "model.separate_documents needs a dataset of documents, such as hf:FILE.jsonl, got the "
+        f"text {corpus.name}.",
+    )

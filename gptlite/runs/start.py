@@ -40,7 +40,7 @@ from gptlite.machine.pytrees import count_parameters, size_of
 from gptlite.machine.runtime import set_up_jax, usable_cpu_devices
 from gptlite.machine.stop import Stop
 from gptlite.models.gpt import GPT
-from gptlite.runs.corpora import load_corpus
+from gptlite.runs.corpora import load_corpus, require_documents
 from gptlite.runs.display import Display
 from gptlite.runs.find import check_free, find_run, new_run
 from gptlite.runs.folder import RunFolder
@@ -54,7 +54,7 @@ from gptlite.runs.weights import fill, gather_to_first, named_arrays
 from gptlite.sharding import constrain_parameters
 from gptlite.text.corpus import Corpus
 from gptlite.text.tokenizer import Tokenizer
-from gptlite.text.tokens import Split, require_documents
+from gptlite.text.tokens import Split
 from gptlite.training.evaluate import Evaluation, bits_per_byte
 from gptlite.training.fit import Position, Progress
 from gptlite.training.step import TrainState, TrainSteps

@@ -10,6 +10,9 @@ from jaxtyping import Int
 from gptlite.errors import UserError
 from gptlite.text.tokenizer import Ids
 
+# Tokens in one batch of evaluation.
+TOKENS_PER_BATCH = 8192
+
 Windows = Int[np.ndarray, "windows seq_and_next"]
 
 
@@ -77,11 +80,12 @@ def _epoch(
     return int(raw[0] % context_length), np.argsort(raw[1:], kind="stable").astype(np.int32)
 
 
-def split_windows(tokens: Ids, context_length: int) -> tuple[Windows, int]:
+def evaluation_batches(
+    tokens: Ids, context_length: int, devices: int = 1
+) -> tuple[Int[np.ndarray, "batches rows seq_and_next"], int]:
     """All of `tokens` in consecutive windows of `context_length + 1`, each starting with the last
-    id of the one before, and the number of targets in all, `len(tokens) - 1`.
-
-    The last window is filled up with -1.
+    id of the one before, in batches whose rows `devices` devices can share evenly; and the number
+    of targets in all, `len(tokens) - 1`. What is too much is filled up with -1.
 
     **Raises:** `UserError` if there are fewer than 2 tokens.
     """
@@ -91,8 +95,11 @@ def split_windows(tokens: Ids, context_length: int) -> tuple[Windows, int]:
             f"The validation text is too short: its {len(tokens)} tokens leave nothing to predict. "
             "The last 10 % of the corpus must hold at least 2."
         )
-    count = -(-targets // context_length)
-    padded = np.full(count * context_length + 1, -1, np.int32)
+    windows = -(-targets // context_length)
+    rows = min(windows, max(1, TOKENS_PER_BATCH // context_length))
+    rows = -(-rows // devices) * devices
+    batches = -(-windows // rows)
+    padded = np.full(batches * rows * context_length + 1, -1, np.int32)
     padded[: len(tokens)] = tokens
-    starts = np.arange(count) * context_length
-    return padded[starts[:, None] + np.arange(context_length + 1)], targets
+    starts = np.arange(batches * rows).reshape(batches, rows, 1) * context_length
+    return padded[starts + np.arange(context_length + 1)], targets

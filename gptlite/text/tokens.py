@@ -103,17 +103,8 @@ def split_corpus(
         train[:max_tokens],
         validation,
         int(lengths[validation[1:]].sum()),
-        store.sha256 if is_dataset else corpus.version,
+        "-".join(store.journal.sha256) if is_dataset else corpus.version,
         store.journal.characters,
-    )
-
-
-def require_documents(corpus: Corpus) -> None:
-    """**Raises:** `UserError` if `corpus` is a text: `model.separate_documents` needs documents."""
-    require(
-        not corpus.is_text,
-        "model.separate_documents needs a dataset of documents, such as hf:FILE.jsonl, got the "
-        f"text {corpus.name}.",
     )
 
 
@@ -231,11 +222,6 @@ class _Store:
             if not self._path.with_suffix(".json").exists():  # nothing is complete
                 for file in files:
                     file.unlink(missing_ok=True)
-
-    @property
-    def sha256(self) -> str:
-        """A checksum of all ids."""
-        return hashlib.sha256("".join(self.journal.sha256).encode("ascii")).hexdigest()
 
     def is_full(self, part: int) -> bool:
         """Whether there are all ids for training (0) or validation (1) that are wanted."""

@@ -6,7 +6,6 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
@@ -14,14 +13,11 @@ from jaxtyping import Array, Float, Int
 from gptlite.machine.mesh import local_rows, place, place_batches
 from gptlite.models.gpt import GPT
 from gptlite.nn.stack import unstacked
-from gptlite.text.batches import split_windows
+from gptlite.text.batches import evaluation_batches
 from gptlite.text.tokenizer import Ids
 from gptlite.text.tokens import Split
 from gptlite.training.fit import DivergenceError, Progress
 from gptlite.training.loss import window_losses
-
-# Tokens in one batch of evaluation.
-TOKENS_PER_BATCH = 8192
 
 
 class Evaluation:
@@ -63,23 +59,6 @@ def bits_per_byte(val_loss: float, split: Split) -> float:
     """A validation loss in nats per token as bits per byte of UTF-8, which compares across
     tokenizers."""
     return val_loss * (len(split.validation) - 1) / math.log(2) / split.validation_bytes
-
-
-def evaluation_batches(
-    tokens: Ids, context_length: int, devices: int
-) -> tuple[Int[np.ndarray, "batches rows seq_and_next"], int]:
-    """All of `tokens` in windows, in batches whose rows `devices` devices can share, and the number
-    of targets. Targets of -1 are padding.
-
-    **Raises:** `UserError` if there are fewer than 2 tokens.
-    """
-    windows, targets = split_windows(tokens, context_length)
-    rows = min(len(windows), max(1, TOKENS_PER_BATCH // context_length))
-    rows = -(-rows // devices) * devices
-    batches = -(-len(windows) // rows)
-    padding = np.full((batches * rows - len(windows), context_length + 1), -1, np.int32)
-    shaped = np.concatenate([windows, padding]).reshape(batches, rows, context_length + 1)
-    return shaped, targets
 
 
 def summed_loss(model: GPT, batches: Int[Array, "batches rows seq_and_next"]) -> Float[Array, ""]:

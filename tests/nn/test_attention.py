@@ -20,9 +20,8 @@ from gptlite.nn import (
     Rotary,
     attend,
     causal_mask,
-    dot_product,
 )
-from gptlite.nn.kernels import fused_attention
+from gptlite.nn.kernels import fused_attention, query_blocks
 from gptlite.nn.kernels.decoding import rearranged
 from gptlite.nn.kernels.joined import joined_layer
 from gptlite.research.seeds import seeds_mesh
@@ -122,7 +121,7 @@ def test_blocks_of_queries_change_nothing(queries, keys, window, kv_heads, monke
         return jax.jit(gradient)(q, k, v, bias)
 
     blocks = value_and_gradients()
-    monkeypatch.setattr(dot_product, "BLOCK", 10_000)
+    monkeypatch.setattr(query_blocks, "BLOCK", 10_000)
     whole = value_and_gradients()
     for x, y in zip(jax.tree.leaves(blocks), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from gptlite.errors import UserError
-from gptlite.text.batches import Batches, split_windows
+from gptlite.text.batches import Batches, evaluation_batches
 
 
 @given(
@@ -60,10 +60,12 @@ def test_too_short_a_text_is_refused():
     Batches(np.arange(16), 1, 8, seed=0)(0)
 
 
-@given(tokens=st.integers(2, 300), context=st.integers(1, 20))
-def test_validation_windows_hold_every_target_once(tokens, context):
+@given(tokens=st.integers(2, 300), context=st.integers(1, 20), devices=st.integers(1, 4))
+def test_validation_windows_hold_every_target_once(tokens, context, devices):
     ids = np.arange(tokens)
-    windows, targets = split_windows(ids, context)
+    batches, targets = evaluation_batches(ids, context, devices)
+    assert batches.shape[1] % devices == 0
+    windows = batches.reshape(-1, context + 1)
     seen = windows[:, 1:][windows[:, 1:] >= 0]
     np.testing.assert_array_equal(seen, ids[1:])
     assert targets == tokens - 1
@@ -73,4 +75,4 @@ def test_validation_windows_hold_every_target_once(tokens, context):
 
 def test_nothing_to_validate_is_refused():
     with pytest.raises(UserError, match="validation text is too short"):
-        split_windows(np.arange(1), 8)
+        evaluation_batches(np.arange(1), 8)

@@ -7,15 +7,15 @@ import pytest
 from conftest import TINY, VOCAB, tiny_model
 
 from gptlite.machine.mesh import make_mesh
+from gptlite.text import batches as batches_module
 from gptlite.text.tokens import Split
-from gptlite.training import evaluate as evaluate_module
 from gptlite.training.evaluate import Evaluation, bits_per_byte
 
 
 @pytest.mark.parametrize("tokens", [2, 13, 14, 100])
 def test_it_is_the_mean_over_every_token(tokens, monkeypatch):
     """Against one window at a time: several batches, a short last window, padding rows."""
-    monkeypatch.setattr(evaluate_module, "TOKENS_PER_BATCH", 3 * TINY.context_length)
+    monkeypatch.setattr(batches_module, "TOKENS_PER_BATCH", 3 * TINY.context_length)
     model = tiny_model(dropout=0.3)
     ids = np.random.default_rng(0).integers(0, VOCAB, tokens).astype(np.int32)
     forward = jax.jit(lambda x: model(x))

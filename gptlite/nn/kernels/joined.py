@@ -7,6 +7,7 @@ to 1.15 times (benchmarks/NOTES.md; `python benchmarks/sample_speed.py`).
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from gptlite.nn.linear import Linear
 from gptlite.sharding import is_sharded
 
 
-def joined_layer(layers: Sequence[Linear]) -> Linear | None:
+def joined_layer(layers: Sequence[Any]) -> Linear | None:
     """The layers as one, with their outputs side by side. None if there is no such layer."""
     biases = [layer.bias for layer in layers if layer.bias is not None]
     # A layer of another type, such as one with a call hook, is called itself.
