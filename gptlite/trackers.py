@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from gptlite.config import Config
 from gptlite.errors import require
 from gptlite.machine.files import read_json, write_json
-from gptlite.machine.processes import is_first
+from gptlite.machine.processes import is_main_process
 from gptlite.machine.progress import log
 
 # The project that a run is shown in, unless the environment names one.
@@ -159,7 +159,7 @@ class Trackers:
     def __init__(self, names: Sequence[str], path: Path, config: Config):
         """`path`: of the run's folder, which is there."""
         self._active: dict[str, Tracker] = {}
-        if not names or not is_first():
+        if not names or not is_main_process():
             return
         fields = dataclasses.asdict(config)
         for name in names:

@@ -68,12 +68,12 @@ def beam_search(
     **Raises:** `UserError` if there is no source, a token is not in the target's vocabulary, or a
     number is out of bounds.
     """
-    context = model.config.context_length
-    max_new_tokens = context if max_new_tokens is None else max_new_tokens
+    context_length = model.config.context_length
+    max_new_tokens = context_length if max_new_tokens is None else max_new_tokens
     require(source.size > 0, f"There must be a source with a token, got {list(source.shape)} ids.")
     Between(1, 2**20).check("beam", beam)
     Between(0.0, 10.0).check("length_penalty", length_penalty)
-    Between(1, context).check("max_new_tokens", max_new_tokens)
+    Between(1, context_length).check("max_new_tokens", max_new_tokens)
     for name, token in (("start", start), ("end", end)):
         Between(0, model.decoder.vocab_size - 1).check(name, token)
     model = unstacked(model)

@@ -15,15 +15,15 @@ from gptlite.machine.progress import log, progress_bar
 from gptlite.machine.pytrees import Trainable, is_parameter
 from gptlite.machine.stop import Stop
 from gptlite.training.fit import fit
-from gptlite.training.step import Losses, LossMask, TrainSteps
+from gptlite.training.step import LossFn, LossMask, TrainSteps
 
 M = TypeVar("M", bound=eqx.Module)
 
 
 def train(
     model: M,
-    losses: Losses,
-    batch: Callable[[int], PyTree],
+    loss_fn: LossFn,
+    batch_fn: Callable[[int], PyTree],
     optimizer: OptimizerConfig,
     training: TrainingConfig,
     *,
@@ -40,11 +40,11 @@ def train(
 
     **Arguments:**
 
-    - `losses(model, batch, label_smoothing=, key=)`, `loss_mask(batch)`, `trainable`: see
+    - `loss_fn(model, batch, label_smoothing=, key=)`, `loss_mask(batch)`, `trainable`: see
       `TrainSteps`.
-    - `batch(step)`: NumPy arrays, in any pytree, that begin with an axis of `training.batch_size`.
-      Training can be repeated only if the same step always gets the same batch. Called on a
-      thread.
+    - `batch_fn(step)`: NumPy arrays, in any pytree, that begin with an axis of
+      `training.batch_size`. Training can be repeated only if the same step always gets the same
+      batch. Called on a thread.
     - `evaluate(model)`: called every `training.eval_every` steps and at the end. What it returns is
       printed. The model is valid only during the call.
 
@@ -57,15 +57,15 @@ def train(
         optimizer,
         training,
         make_mesh(),
-        losses=losses,
+        loss_fn=loss_fn,
         loss_mask=loss_mask,
         trainable=trainable,
     )
 
     def local_batch(step: int) -> PyTree:
         if len(train_steps.rows) == training.batch_size:
-            return batch(step)
-        return jax.tree.map(lambda x: x[train_steps.rows], batch(step))
+            return batch_fn(step)
+        return jax.tree.map(lambda x: x[train_steps.rows], batch_fn(step))
 
     stop = Stop()
     with stop, progress_bar("training", training.steps, unit="step") as bar:

@@ -166,14 +166,15 @@ def stream(
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(prompt)))
     assert keys is not None
     whole, copied = (model, size_of(model)) if isinstance(model, GPT) else (model.model, 0)
-    context, longest = whole.config.context_length, prompt.shape[1]
+    context_length, longest = whole.config.context_length, prompt.shape[1]
     # With one length for all rows, a cache is written at one position, which is faster.
     one_length = lengths is None or not len(prompt)
     length: np.ndarray = np.asarray(longest if one_length else lengths, np.int32)
     for tokens in (int(length.min()), int(length.max())):
-        if not 1 <= tokens <= context:
+        if not 1 <= tokens <= context_length:
             raise UserError(
-                f"The prompt must have 1 to {context} tokens (the model's context), got {tokens}."
+                f"The prompt must have 1 to {context_length} tokens (the model's context), got "
+                f"{tokens}."
             )
         require(
             tokens <= longest,
@@ -183,10 +184,11 @@ def stream(
         return
     config = SamplingConfig() if config is None else config
     sampling = Sampling.of([config] * len(prompt))
-    room = padded_length(longest, context)
-    capacity = max(room, padded_length(longest + max_new_tokens, context))
+    room = padded_length(longest, context_length)
+    capacity = max(room, padded_length(longest + max_new_tokens, context_length))
     # What is read at once, at the start or when the context is full.
-    again = padded_length(context // 2, context) if longest + max_new_tokens > context else 0
+    is_long = longest + max_new_tokens > context_length
+    again = padded_length(context_length // 2, context_length) if is_long else 0
     part = min(MAX_PREFILL, max(room, again))
     check_cache_memory(whole, len(prompt), capacity, part, copied)
     prepared = prepare(model, len(prompt)) if isinstance(model, GPT) else model
@@ -202,10 +204,10 @@ def stream(
     state = _prefill_prompt(prepared, np.asarray(prompt), length, capacity)
     done = 0
     while done < max_new_tokens:
-        if length.max() == context:
+        if length.max() == context_length:
             state = _drop_first_half(prepared, length, state)
-            length = np.where(length == context, context // 2, length)
-        count = min(TOKENS_PER_CALL, max_new_tokens - done, context - int(length.max()))
+            length = np.where(length == context_length, context_length // 2, length)
+        count = min(TOKENS_PER_CALL, max_new_tokens - done, context_length - int(length.max()))
         inputs = DecodeInputs(prepared, keys, sampling, length, np.asarray(done), np.asarray(count))
         state, tokens, _ = decode(inputs, state)
         if mesh is not None:  # as a single device returns them
@@ -224,10 +226,10 @@ def _require_values(tree: Any) -> None:
     )
 
 
-def padded_length(tokens: int, context: int) -> int:
+def padded_length(tokens: int, context_length: int) -> int:
     """Places for `tokens` tokens, or for a whole context. Powers of two, so that texts of all
     lengths share a few programs, up to the context, or the next multiple of `MAX_PREFILL`."""
-    room = min(context, max(MIN_PREFILL, 1 << (tokens - 1).bit_length()))
+    room = min(context_length, max(MIN_PREFILL, 1 << (tokens - 1).bit_length()))
     return room if room <= MAX_PREFILL else -(-room // MAX_PREFILL) * MAX_PREFILL
 
 
@@ -311,10 +313,10 @@ def _drop_first_half(
     prepared: PreparedModel, length: np.ndarray, state: GenerationState
 ) -> GenerationState:
     """Drop the first half of the texts whose context is full."""
-    context, back = prepared.model.config.context_length, len(prepared.model.previous)
-    half = context // 2
-    full = np.broadcast_to(length == context, len(state.ids))
-    window = np.asarray(state.ids)[:, back:][:, context - half : context]
+    end, back = prepared.model.config.context_length, len(prepared.model.previous)
+    half = end // 2
+    full = np.broadcast_to(length == end, len(state.ids))
+    window = np.asarray(state.ids)[:, back:][:, end - half : end]
     window = np.where(full[:, None], window, 0)
     capacity = state.ids.shape[1] - back
     new = _prefill_prompt(prepared, window, np.full_like(length, half), capacity)

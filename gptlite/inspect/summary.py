@@ -35,8 +35,8 @@ def flops_per_token(model: Any, trained: Trainable = is_array) -> tuple[int, int
     # Without the gradients of parameters that are not trained, which a function with a rule of its
     # own computes in any case.
     needed, _ = dce_jaxpr(training.jaxpr, [True] * len(training.jaxpr.outvars))
-    context = model.config.context_length
-    return _product_flops(forward.jaxpr) // context, _product_flops(needed) // context
+    context_length = model.config.context_length
+    return _product_flops(forward.jaxpr) // context_length, _product_flops(needed) // context_length
 
 
 def activation_bytes(model: Any, batch_size: int) -> int:

@@ -102,7 +102,7 @@ def joined(distributed: DistributedConfig, *, debug: bool = False) -> Iterator[N
     **Raises:** `UserError` if process 0 cannot listen, or does not answer in time.
     """
     _connect(distributed)
-    if count() == 1:
+    if process_count() == 1:
         yield
         return
     others = _Others(distributed.missing_seconds)
@@ -317,7 +317,7 @@ def _runtime() -> tuple[Any, int, int]:
     return global_state.client, global_state.process_id, global_state.num_processes
 
 
-def count() -> int:
+def process_count() -> int:
     """How many processes train the run. JAX need not be initialised."""
     return _runtime()[2]
 
@@ -333,18 +333,18 @@ def publish(sentence: str, code: int = 2) -> None:
 
 def silence_others() -> None:
     """Only the first process writes to the terminal; the others, only errors."""
-    if not is_first():
+    if not is_main_process():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open until the end
 
 
-def is_first() -> bool:
+def is_main_process() -> bool:
     """Whether this process is the one that writes files and the terminal."""
     return _runtime()[1] == 0
 
 
-def largest(*numbers: int) -> tuple[int, ...]:
+def max_over_processes(*numbers: int) -> tuple[int, ...]:
     """The largest that any process has of each of the numbers. Every process must call this."""
-    if count() == 1:
+    if process_count() == 1:
         return numbers
     import numpy as np
     from jax.experimental import multihost_utils
@@ -353,15 +353,15 @@ def largest(*numbers: int) -> tuple[int, ...]:
     return tuple(found.max(axis=0).tolist())
 
 
-def wait_for_first(what: str) -> None:
+def wait_for_main(what: str) -> None:
     """Wait until process 0 has done `what`, and calls this, too."""
-    if count() > 1:
+    if process_count() > 1:
         from jax.experimental import multihost_utils
 
         multihost_utils.sync_global_devices(what)
 
 
-def of_first(what: str, value: str) -> str:
+def broadcast_from_main(what: str, value: str) -> str:
     """The `value` of process 0. Every process must call this, once for each `what`."""
     client, process, processes = _runtime()
     if processes == 1:
@@ -377,7 +377,7 @@ def check_same(what: str, values: dict[str, str]) -> None:
 
     **Raises:** `UserError` if one of the values is not that of process 0.
     """
-    first, process = json.loads(of_first(what, json.dumps(values))), _runtime()[1]
+    first, process = json.loads(broadcast_from_main(what, json.dumps(values))), _runtime()[1]
     differing = [
         f"{name} is {first.get(name)} in process 0, and {value} in process {process}"
         for name, value in values.items()

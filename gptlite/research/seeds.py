@@ -103,12 +103,12 @@ def fit_seeds(
 
     **Raises:** `UserError` if the text is too short.
     """
-    training, context = config.training, config.model.context_length
+    training, context_length = config.training, config.model.context_length
     seeds, mesh = list(seeds), seeds_mesh(len(seeds))
     # Every device trains the same number of seeds. Copies of the last seed fill the gaps, and are
     # not reported.
     filled = [*seeds, *seeds[-1:] * (-len(seeds) % mesh.shape[SEEDS])]
-    batches = [Batches(split.train, training.batch_size, context, seed) for seed in filled]
+    batches = [Batches(split.train, training.batch_size, context_length, seed) for seed in filled]
 
     @eqx.filter_jit
     @eqx.filter_vmap
@@ -118,7 +118,7 @@ def fit_seeds(
     models = draw(jnp.asarray(filled, jnp.int32))
     one = jax.tree.map(lambda x: x[0] if eqx.is_array(x) else x, models)
     train_steps = SeedsSteps(one, config, mesh, filled)
-    evaluation, targets = evaluation_batches(split.validation, context, devices=1)
+    evaluation, targets = evaluation_batches(split.validation, context_length, devices=1)
     evaluation = replicate(evaluation, mesh)
     fitting = fit(
         train_steps.init(models),

@@ -84,12 +84,12 @@ def make_subject(
         return Subject(**parts, call=_call_block, init_cache=_block_cache, extend=_extend_block)
 
     vocab = _vocab_size(block, kind)
-    context = getattr(getattr(block, "config", None), "context_length", seq + 2)
-    seq = min(seq, context - 2)
+    context_length = getattr(getattr(block, "config", None), "context_length", seq + 2)
+    seq = min(seq, context_length - 2)
     require(
         seq >= 4 and vocab >= 4,
-        f"it is too small to be checked, with a vocabulary of {vocab} and a context of {context}: "
-        "at least 4 and 6 are needed.",
+        f"it is too small to be checked, with a vocabulary of {vocab} and a context of "
+        f"{context_length}: at least 4 and 6 are needed.",
     )
     x = random.integers(vocab, size=(BATCH, seq)).astype(np.int32)
     separator = getattr(block, "separator", None)

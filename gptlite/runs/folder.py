@@ -48,7 +48,12 @@ from gptlite.machine.files import (
     write_json,
 )
 from gptlite.machine.mesh import mesh_shape
-from gptlite.machine.processes import count, is_first, of_first, wait_for_first
+from gptlite.machine.processes import (
+    broadcast_from_main,
+    is_main_process,
+    process_count,
+    wait_for_main,
+)
 from gptlite.machine.progress import log
 from gptlite.machine.pytrees import size_of
 from gptlite.runs import metrics
@@ -65,7 +70,7 @@ from gptlite.runs.saved_config import (
 from gptlite.runs.weights import (
     FROZEN,
     Evaluated,
-    gather_to_first,
+    gather_to_main,
     named_leaves,
     read_arrays,
     read_evaluated,
@@ -119,7 +124,7 @@ class RunFolder:
         """
         # Next to the run folder, because `--overwrite` replaces the folder. Resolved, so that all
         # spellings of the path share one lock.
-        if self._lock is not None or not is_first():
+        if self._lock is not None or not is_main_process():
             return
         busy = f"The run {self.path} is being trained by another process: wait for it, or stop it."
         with self._writing():
@@ -140,7 +145,7 @@ class RunFolder:
         **Raises:** `UserError` if there is something at `path` (with `overwrite`: something that
         is not a run), or it cannot be written.
         """
-        if is_first():
+        if is_main_process():
             self._create(config, tokenizer, frozen, overwrite=overwrite)
         self._check_shared()
         self._start(config, corpus_sha256, seconds=0.0)
@@ -180,13 +185,13 @@ class RunFolder:
 
         **Raises:** `UserError` if one of them does not.
         """
-        if count() == 1:
+        if process_count() == 1:
             return
-        mark = self.path / f".{of_first('mark', secrets.token_hex(8))}.part"
+        mark = self.path / f".{broadcast_from_main('mark', secrets.token_hex(8))}.part"
         with self._writing():
-            if is_first():
+            if is_main_process():
                 mark.touch()
-            wait_for_first("the run folder")
+            wait_for_main("the run folder")
             end = time.monotonic() + SEEN_SECONDS
             while not mark.exists():
                 if time.monotonic() > end:
@@ -196,8 +201,8 @@ class RunFolder:
                         "them in a folder of one disk that all hosts have."
                     )
                 time.sleep(0.2)
-            wait_for_first("all processes")
-            if is_first():
+            wait_for_main("all processes")
+            if is_main_process():
                 mark.unlink(missing_ok=True)
 
     def open(self) -> None:
@@ -292,7 +297,7 @@ class RunFolder:
     def resume(self, record: Record, config: Config) -> None:
         """Bring the folder back to the state in which the checkpoint with `record` was written."""
         step = record.position.step
-        if is_first():
+        if is_main_process():
             self._bring_back(step, config)
         self._check_shared()
         # The best weights may be newer than the checkpoint. Training then repeats that step.
@@ -358,7 +363,7 @@ class RunFolder:
             self.last["skipped"] = progress.position.skipped
         if memory := jax.local_devices()[0].memory_stats():  # none of a CPU
             self.last["peak_device_bytes"] = memory["peak_bytes_in_use"]
-        if not is_first():
+        if not is_main_process():
             return
         line = json.dumps(self.last, allow_nan=False) + "\n"
         with self._writing(), (self.path / metrics.FILE).open("a", encoding="ascii") as file:
@@ -374,13 +379,13 @@ class RunFolder:
             self._checkpoints = Checkpoints(folder, keep, self._save_weights)
         self._checkpoints.wait()  # `_save_weights` is done with the weights before
         is_frozen = frozen_in(self._config)
-        weights = gather_to_first(progress.state.model, lambda name: not is_frozen(name))
-        if is_first():
+        weights = gather_to_main(progress.state.model, lambda name: not is_frozen(name))
+        if is_main_process():
             self._weights = [("last", weights, Evaluated(step))]
             if self.best is not None and self.best.step == step:
                 self._weights.append(("best", weights, self.best))
         with self._writing():
-            if is_first() and (self.path / metrics.FILE).exists():
+            if is_main_process() and (self.path / metrics.FILE).exists():
                 sync(self.path / metrics.FILE)  # the checkpoint relies on it
         record = Record(
             position=progress.position,
@@ -424,7 +429,7 @@ class RunFolder:
                 self._checkpoints.wait()
         except UserError as error:
             # A save in progress may still succeed, if all processes wait for it.
-            together = count() == 1 or isinstance(error, DivergenceError)
+            together = process_count() == 1 or isinstance(error, DivergenceError)
             with contextlib.suppress(UserError):
                 if self._checkpoints is not None and together:
                     self._checkpoints.wait()
@@ -434,9 +439,9 @@ class RunFolder:
                 ) from error
             hint = self.resume_hint()
             if isinstance(error, DivergenceError):
-                if is_first():
+                if is_main_process():
                     self._save_diverged(error, tokenizer)
-                wait_for_first("nonfinite.json")  # an error of another process would end it
+                wait_for_main("nonfinite.json")  # an error of another process would end it
                 # Resumed with the same settings, it would diverge again.
                 skip = ["--training.on-nonfinite", "skip"]
                 hint = "" if error.batch is None else self.resume_hint(skip)
@@ -447,7 +452,7 @@ class RunFolder:
         steps = list_steps(self.path / "checkpoints")
         if not steps:
             return "Nothing has been saved yet."
-        where = ", in every process" if count() > 1 else ""
+        where = ", in every process" if process_count() > 1 else ""
         named = (*corpus_arguments(self._config.data), *custom_arguments(self._config.model))
         words = ["python", "train.py", "--resume", str(self.path), *named, *self._options, *options]
         return f"To resume from step {steps[0]}{where}:\n    {shlex.join(words)}"
@@ -459,7 +464,7 @@ class RunFolder:
 
     def save_result(self, result: dict[str, Any]) -> None:
         """Write `result.json`."""
-        if is_first():
+        if is_main_process():
             with self._writing():
                 write_json(self.path / "result.json", result)
 

@@ -26,14 +26,14 @@ from gptlite.machine.memory import require_memory
 from gptlite.machine.mesh import check_tensor, mesh_shape
 from gptlite.machine.names import parse_lora
 from gptlite.machine.processes import (
+    broadcast_from_main,
     check_same,
-    count,
-    is_first,
+    is_main_process,
     joined,
-    largest,
-    of_first,
+    max_over_processes,
+    process_count,
     silence_others,
-    wait_for_first,
+    wait_for_main,
 )
 from gptlite.machine.progress import log
 from gptlite.machine.pytrees import count_parameters, size_of
@@ -50,7 +50,7 @@ from gptlite.runs.model import make_model
 from gptlite.runs.plots import losses, save_picture
 from gptlite.runs.run import Run
 from gptlite.runs.tokenizers import load_tokenizer, make_tokenizer
-from gptlite.runs.weights import fill, gather_to_first, named_arrays
+from gptlite.runs.weights import fill, gather_to_main, named_arrays
 from gptlite.sharding import constrain_parameters
 from gptlite.text.corpus import Corpus
 from gptlite.text.tokenizer import Tokenizer
@@ -100,7 +100,7 @@ class New:
             return steps.init(draw(key))
 
     def write(self, folder: RunFolder, config: Config, split: Split, state: TrainState) -> None:
-        frozen = gather_to_first(state.model, frozen_in(config))
+        frozen = gather_to_main(state.model, frozen_in(config))
         folder.create(
             config, self.tokenizer, split.sha256, overwrite=self._overwrite, frozen=frozen
         )
@@ -179,12 +179,12 @@ def start_run(arguments: TrainArguments) -> Iterator["TrainingRun"]:
         if arguments.resume is not None:
             path = find_run(arguments.resume)
         else:
-            now = of_first("time", time.strftime("%Y%m%d-%H%M%S"))
+            now = broadcast_from_main("time", time.strftime("%Y%m%d-%H%M%S"))
             path = new_run(f"{arguments.preset}-{now}" if arguments.run is None else arguments.run)
-            if is_first():
+            if is_main_process():
                 check_free(path, overwrite=arguments.overwrite)
         # Two devices of one of several processes may each wait for a thread that the other holds.
-        set_up_jax(usable_cpu_devices(config.training, config.mesh) if count() == 1 else 1)
+        set_up_jax(usable_cpu_devices(config.training, config.mesh) if process_count() == 1 else 1)
         setting_up = time.perf_counter() - arguments.began
         options = ["--log.to", arguments.log.to] if trackers else []
         folder = stack.enter_context(RunFolder(path, options))
@@ -279,8 +279,8 @@ class TrainingRun:
 
         **Raises:** `UserError` if it cannot be written, or there is a run of that name.
         """
-        wait_for_first("ready")  # for all: what one of them finds wrong is found before
-        (signal,) = largest(self._stop.signal or 0)
+        wait_for_main("ready")  # for all: what one of them finds wrong is found before
+        (signal,) = max_over_processes(self._stop.signal or 0)
         if signal:
             log("stopped before the first step: nothing has been written.")
             sys.exit(128 + signal)
@@ -300,7 +300,7 @@ class TrainingRun:
         """Whether training is to stop, because of a signal, and whether the run is to be saved,
         because its last checkpoint is old. Every process must call this after each dispatch: the
         answers are the same in all."""
-        self._signal, save = largest(self._stop.signal or 0, self._folder.save_is_due())
+        self._signal, save = max_over_processes(self._stop.signal or 0, self._folder.save_is_due())
         return bool(self._signal), bool(save)
 
     def log(self, progress: Progress, val_loss: float | None = None) -> None:
@@ -345,7 +345,7 @@ class TrainingRun:
                 "seed": training.seed,
             }
         )
-        if not is_first():
+        if not is_main_process():
             return
         try:
             save_picture(losses(folder.curves()), self.path / "loss.png")

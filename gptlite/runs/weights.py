@@ -20,7 +20,7 @@ from gptlite.errors import UserError
 from gptlite.machine.files import check_regular, is_plausible, read_bounded, write_atomically
 from gptlite.machine.memory import require_memory
 from gptlite.machine.mesh import is_local, whole
-from gptlite.machine.processes import is_first
+from gptlite.machine.processes import is_main_process
 from gptlite.machine.pytrees import is_array, is_stacked, path_name, size_of
 from gptlite.models.gpt import GPT
 
@@ -59,7 +59,7 @@ def named_arrays(tree: PyTree) -> dict[str, np.ndarray]:
     return {name: whole(leaf) for name, leaf in named_leaves(tree).items()}
 
 
-def gather_to_first(
+def gather_to_main(
     tree: PyTree, wanted: Callable[[str], bool] = lambda name: True
 ) -> dict[str, np.ndarray]:
     """`named_arrays` of those that are `wanted`, in the first process; nothing in the others. Every
@@ -73,12 +73,12 @@ def gather_to_first(
         if is_local(leaf) or not is_stacked(name):
             array = whole(leaf)
         else:
-            array = np.empty(leaf.shape, leaf.dtype) if is_first() else None
+            array = np.empty(leaf.shape, leaf.dtype) if is_main_process() else None
             for layer in range(len(leaf)):
                 part = whole(leaf[layer])
                 if array is not None:
                     array[layer] = part
-        if is_first():
+        if is_main_process():
             found[name] = array
     return found
 

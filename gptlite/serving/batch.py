@@ -88,7 +88,7 @@ class Batch:
     """
 
     def __init__(self, model: GPT):
-        self.context = model.config.context_length
+        self.context_length = model.config.context_length
         self._back = len(model.previous)
         self._model = model
         self._programs = _Programs(model)
@@ -114,7 +114,7 @@ class Batch:
 
     def memory(self, rows: int, tokens: int) -> int:
         """Bytes that so many texts of so many tokens need, with the copies that a change makes."""
-        rows, capacity = _power_of_two(rows), capacity_for(tokens, self.context)
+        rows, capacity = _power_of_two(rows), capacity_for(tokens, self.context_length)
         if (rows, capacity) not in self._bytes:
             self._bytes[rows, capacity] = CACHE_COPIES * size_of(self._shape(rows, capacity))
         return self._bytes[rows, capacity]
@@ -126,7 +126,7 @@ class Batch:
         for text in texts:
             by_prompt.setdefault(tuple(text.ids), []).append(text)
         found: dict[ServedText, TextScores | None] = {}
-        for group in _groups(list(by_prompt), self.context):
+        for group in _groups(list(by_prompt), self.context_length):
             readers = [by_prompt[prompt] for prompt in group]
             scored = any(text.prompt_scored for some in readers for text in some)
             state, scores = self._read_group(group, scored)
@@ -165,7 +165,7 @@ class Batch:
             [text.max_new_tokens - n if text else 0 for text, n in zip(texts, done, strict=True)]
         )
         # The capacity may be above the context, as a multiple of what is read at once.
-        room = min(self._capacity, self.context) - lengths
+        room = min(self._capacity, self.context_length) - lengths
         # A text that ends before its row is full may be written beyond it: nothing reads that.
         bounds = room[wanted > room].tolist()
         # The first token is shown soon, unless texts begin all the time.
@@ -237,7 +237,7 @@ class Batch:
 
     def _capacity_needed(self, joining: Sequence[ServedText]) -> int:
         lengths = [*self._lengths.values(), *(len(text.ids) for text in joining)]
-        return capacity_for(max(lengths) + TOKENS_PER_CALL, self.context)
+        return capacity_for(max(lengths) + TOKENS_PER_CALL, self.context_length)
 
     def _fit(self, joining: Sequence[ServedText]) -> None:
         """Make room for `joining`, or give back room that is not needed."""
@@ -307,16 +307,16 @@ class Batch:
 
     def _drop_first_halves(self) -> None:
         """Drop the first half of the texts whose context is full, as `stream` does."""
-        half = self.context // 2
+        half = self.context_length // 2
         full = [
             (text, place)
             for place, text in enumerate(self._rows)
-            if text is not None and self._lengths[text] == self.context
+            if text is not None and self._lengths[text] == self.context_length
         ]
         self._lengths |= dict.fromkeys((text for text, _ in full), half)
         if half and full:
             windows, places = zip(*((text.ids[-half:], place) for text, place in full), strict=True)
-            for group in _groups(windows, self.context):
+            for group in _groups(windows, self.context_length):
                 state, _ = self._read_group(group, scored=False)
                 some, places = places[: len(group)], places[len(group) :]
                 self._insert(state, range(len(group)), some, fresh=False)
@@ -344,12 +344,12 @@ class Batch:
     ) -> tuple[GenerationState, Scores | None]:
         """Read ids that follow `start` others in each row, with caches for `tokens` in all."""
         longest = max(map(len, parts))
-        room = _room(longest, self.context - start)
-        rows = 1 if len(parts) == 1 else group_size(longest, self.context)
+        room = _room(longest, self.context_length - start)
+        rows = 1 if len(parts) == 1 else group_size(longest, self.context_length)
         ids, length = np.zeros((rows, room), np.int32), np.ones(rows, np.int32)
         for row, part in enumerate(parts):
             ids[row, : len(part)], length[row] = part, len(part)
-        capacity = capacity_for(tokens + TOKENS_PER_CALL, self.context)
+        capacity = capacity_for(tokens + TOKENS_PER_CALL, self.context_length)
         read = np.full(rows, start, np.int32)
         # Waited for, because the caller looks at the clock.
         return jax.block_until_ready(
@@ -431,9 +431,9 @@ class _Programs:
 
 
 @functools.lru_cache(maxsize=2**14)
-def capacity_for(tokens: int, context: int) -> int:
+def capacity_for(tokens: int, context_length: int) -> int:
     """Places in a cache for so many tokens."""
-    return padded_length(max(MIN_CAPACITY, min(tokens, context)), context)
+    return padded_length(max(MIN_CAPACITY, min(tokens, context_length)), context_length)
 
 
 def _pad_rows(x: Array, rows: int) -> Array:
@@ -446,18 +446,18 @@ def _room(tokens: int, most: int) -> int:
     return min(most, next(kind for kind in kinds if kind >= tokens))
 
 
-def group_size(tokens: int, context: int) -> int:
+def group_size(tokens: int, context_length: int) -> int:
     """How many prompts of so many tokens are read together."""
     if tokens > MAX_GROUP_ROOM:
         return 1
-    return min(GROUP_ROWS, TOKENS_PER_READ // _room(tokens, context))
+    return min(GROUP_ROWS, TOKENS_PER_READ // _room(tokens, context_length))
 
 
-def _groups(windows: Sequence[W], context: int) -> Iterator[Sequence[W]]:
+def _groups(windows: Sequence[W], context_length: int) -> Iterator[Sequence[W]]:
     """Windows that are read together: short ones as many as give `TOKENS_PER_READ`, or, if they
     would fill less than half of that, one at a time. Other numbers of rows would be more programs.
     """
-    size = group_size(max(map(len, windows)), context)
+    size = group_size(max(map(len, windows)), context_length)
     if size > 1:
         while 2 * len(windows) > size:
             yield windows[:size]

@@ -73,10 +73,10 @@ class Engine:
 
     def check(self, n_prompt: int, max_new_tokens: int) -> None:
         """**Raises:** `UserError` if no text of so many tokens can be generated."""
-        context = self._batch.context
+        context_length = self._batch.context_length
         require(
-            1 <= n_prompt <= context,
-            f"The prompt must have 1 to {context:,} tokens (the model's context), got "
+            1 <= n_prompt <= context_length,
+            f"The prompt must have 1 to {context_length:,} tokens (the model's context), got "
             f"{n_prompt:,}.",
         )
         require(
@@ -229,7 +229,7 @@ class Engine:
                     continue
                 longest = max(longest, len(text.ids))
                 prompts.add(tuple(text.ids))
-                if len(prompts) > max(1, batch.group_size(longest, self._batch.context)):
+                if len(prompts) > max(1, batch.group_size(longest, self._batch.context_length)):
                     break
                 texts.append(self._take(place))
         return texts, long

@@ -240,8 +240,8 @@ class Scoring:
 
     def __init__(self, served: Served, text: str):
         """**Raises:** `UserError` if the text is too long."""
-        context = served.context_length
-        step = max(1, context // 2)
+        context_length = served.context_length
+        step = max(1, context_length // 2)
         most = (MAX_TEXTS * step) * served.longest_token
         require(
             len(text) <= most,
@@ -249,15 +249,15 @@ class Scoring:
         )
         start = served.tokenizer.start_ids
         ids = [*start, *served.tokenizer.encode(text).tolist()]
-        count = 1 + max(0, -(-(len(ids) - context) // step))
+        count = 1 + max(0, -(-(len(ids) - context_length) // step))
         require(
             count <= MAX_TEXTS,
-            f"A text to be scored has at most {context + (MAX_TEXTS - 1) * step:,} tokens, got "
-            f"{len(ids):,}.",
+            f"A text to be scored has at most {context_length + (MAX_TEXTS - 1) * step:,} tokens, "
+            f"got {len(ids):,}.",
         )
         self._tokenizer = served.tokenizer
-        self._windows = [ids[i * step : i * step + context] for i in range(count)]
-        self._overlap, self._n_start = context - step, len(start)
+        self._windows = [ids[i * step : i * step + context_length] for i in range(count)]
+        self._overlap, self._n_start = context_length - step, len(start)
 
     def texts(self, mailbox: Mailbox) -> list[ServedText]:
         """What the engine reads."""

@@ -16,7 +16,7 @@ from gptlite.config import TrainingConfig
 from gptlite.errors import UserError, require
 from gptlite.machine.batch_reader import BatchReader
 from gptlite.machine.mesh import local, place_batches, whole
-from gptlite.machine.processes import largest
+from gptlite.machine.processes import max_over_processes
 from gptlite.training.step import StepMetrics, TrainState, TrainSteps
 
 # A stop is possible only between dispatches. So steps that take longer than this in total are
@@ -140,7 +140,7 @@ def fit(
                 seconds = time.perf_counter() - began
                 per_dispatch = int(SECONDS_PER_DISPATCH * count / seconds)
                 per_dispatch = max(1, min(per_dispatch, train_steps.capacity))
-                (per_dispatch,) = largest(per_dispatch)  # the same in all processes
+                (per_dispatch,) = max_over_processes(per_dispatch)  # the same in all processes
                 step_seconds += seconds
                 if stops and not metrics.finite.all():
                     raise _diverged(metrics, step, skipped, batches, train_steps)

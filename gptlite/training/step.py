@@ -29,7 +29,7 @@ from gptlite.training.optimizer import make_optimizer, make_schedule
 T = TypeVar("T")
 
 # The arguments of `TrainSteps`, which describes them.
-Losses = Callable[..., Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, ""]]]
+LossFn = Callable[..., Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, ""]]]
 LossMask = Callable[[PyTree], Bool[Array, "..."]]
 
 
@@ -64,14 +64,14 @@ class TrainSteps:
         training: TrainingConfig,
         mesh: Mesh,
         *,
-        losses: Losses = window_losses,
+        loss_fn: LossFn = window_losses,
         loss_mask: LossMask | None = None,
         trainable: Trainable = is_parameter,
     ):
         """**Arguments:**
 
         - `model`: a model like those that will be trained, or `eqx.filter_eval_shape` of one.
-        - `losses(model, batch, label_smoothing=, key=)`: losses in nats, of any shape. Their mean
+        - `loss_fn(model, batch, label_smoothing=, key=)`: losses in nats, of any shape. Their mean
           over the whole batch is minimised. `batch` may be a device's part of it, or less: then the
           result is the same if each row's losses depend on that row alone, and the first axis of
           what `key` draws is the rows. For losses that compare rows, use one device and
@@ -85,7 +85,7 @@ class TrainSteps:
         """
         check_rows(mesh, training.batch_size // (training.accumulation or 1))
         self.mesh, self.training = mesh, training
-        self._losses, self._loss_mask = losses, loss_mask
+        self._loss_fn, self._loss_mask = loss_fn, loss_mask
         self.trainable = trainable
         """Which parameters are trained."""
         params = eqx.filter(model, trainable)
@@ -97,7 +97,7 @@ class TrainSteps:
         self.batch_shape: tuple[int, ...] = (len(self.rows),)
         """The first axes of a batch."""
         # Only windows of ids can be compared with a vocabulary.
-        self.vocab_size = getattr(model, "vocab_size", None) if losses is window_losses else None
+        self.vocab_size = getattr(model, "vocab_size", None) if loss_fn is window_losses else None
         # cuBLAS adds a bias and the residual stream to a product's result. XLA's own products on
         # NVIDIA's GPUs, in Triton, do not: a step of GPT-2 (124 M) would write a tenth more.
         nvidia = "NVIDIA" in mesh.devices.flat[0].device_kind
@@ -286,12 +286,12 @@ class TrainSteps:
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """The mean loss and the auxiliary loss of one part of a device's rows."""
         smoothing = self.training.label_smoothing
-        found = self._losses(model, batch, label_smoothing=smoothing, key=key)
+        found = self._loss_fn(model, batch, label_smoothing=smoothing, key=key)
         if not isinstance(found, tuple):
             experts = jax.tree.leaves(model, is_leaf=lambda node: hasattr(node, "aux_loss"))
             if any(hasattr(node, "aux_loss") for node in experts):
                 raise UserError(
-                    "The model has a mixture of experts, so losses(...) must return a pair, the "
+                    "The model has a mixture of experts, so loss_fn(...) must return a pair, the "
                     "losses and the auxiliary loss of model.with_aux_loss(...) (of an encoder: "
                     "model.hidden(...))."
                 )

@@ -45,7 +45,7 @@ def test_dropout_shares_no_key_with_the_model_and_the_samples():
     def losses(model, batch, *, label_smoothing, key):
         return jnp.sum(model.norm.weight) * 0 + jax.random.uniform(key)
 
-    steps = steps_of(tiny_model(), OptimizerConfig(name="adamw"), losses=losses)
+    steps = steps_of(tiny_model(), OptimizerConfig(name="adamw"), loss_fn=losses)
     _, metrics = steps(steps.init(tiny_model()), BATCHES, 5)
     drawn = {float(jax.random.uniform(key)) for key in jax.random.split(jax.random.key(0))}
     assert len({*np.asarray(metrics.loss).tolist(), *drawn}) == 7
@@ -109,7 +109,7 @@ def test_a_cpu_computes_in_parts_of_a_thousand_tokens(rows, tokens, parts, monke
         training = dataclasses.replace(
             TRAINING, batch_size=devices * rows, accumulation=accumulation
         )
-        steps = TrainSteps(model, OptimizerConfig(), training, mesh, losses=losses)
+        steps = TrainSteps(model, OptimizerConfig(), training, mesh, loss_fn=losses)
         assert rows_at_once(steps, tokens) == rows // parts
         with jax.set_mesh(mesh):
             batch, key = jnp.zeros((devices * rows, tokens), jnp.int32), jax.random.key(0)
@@ -169,8 +169,8 @@ def test_a_mixture_is_not_trained_without_its_balance_loss():
         return window_losses(model, batch, **options)[0]
 
     with pytest.raises(UserError, match="mixture of experts, so losses"):
-        grads_of(tiny_model(mlp="moe"), BATCHES[0], losses=losses)
-    grads_of(tiny_model(), BATCHES[0], losses=losses)
+        grads_of(tiny_model(mlp="moe"), BATCHES[0], loss_fn=losses)
+    grads_of(tiny_model(), BATCHES[0], loss_fn=losses)
 
 
 def test_parts_do_not_change_the_balance_loss():
