@@ -22,7 +22,6 @@ from pathlib import Path
 
 from gptlite.config import Config, ModelConfig
 from gptlite.errors import UserError, require
-from gptlite.machine.files import read_json
 from gptlite.machine.names import (
     CUSTOM_FIELDS,
     BlockNames,
@@ -198,8 +197,11 @@ def custom_sources(config: ModelConfig) -> dict[str, bytes]:
 
 
 def _is_run(folder: Path) -> bool:
+    from gptlite.machine.records import read_record  # `--help` need not wait for msgspec
+
     try:
-        return {"data", "model", "training"} <= read_json(folder / "config.json").keys()
+        record = read_record(folder / "config.json", dict[str, object])
+        return {"data", "model", "training"} <= record.keys()
     except (OSError, ValueError):
         return False
 

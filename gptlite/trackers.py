@@ -10,18 +10,19 @@ import html
 import importlib.util
 import json
 import os
-import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
+
+import msgspec
 
 from gptlite.config import Config
 from gptlite.errors import require
-from gptlite.machine.files import read_json, write_json
 from gptlite.machine.processes import is_main_process
 from gptlite.machine.progress import log
+from gptlite.machine.records import read_record, write_record
 
 # The project that a run is shown in, unless the environment names one.
 PROJECT = "gptlite"
@@ -202,11 +203,12 @@ def _run_name(path: Path) -> str:
     distinguishes it from an earlier one there. Kept in `tracked.json`, for when it is resumed."""
     file = path / "tracked.json"
     try:
-        suffix = read_json(file)["suffix"]
-        known = isinstance(suffix, str) and re.fullmatch("[0-9a-f]{8}", suffix) is not None
-    except (OSError, ValueError, KeyError):
-        known, suffix = False, ""
-    if not known:
-        suffix = secrets.token_hex(4)
-        write_json(file, {"suffix": suffix})
-    return f"{path.name}-{suffix}"
+        record = read_record(file, _Tracked)
+    except (OSError, ValueError):
+        record = _Tracked(suffix=secrets.token_hex(4))
+        write_record(file, record)
+    return f"{path.name}-{record.suffix}"
+
+
+class _Tracked(msgspec.Struct):
+    suffix: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{8}\\Z")]

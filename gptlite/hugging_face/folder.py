@@ -20,7 +20,8 @@ from gptlite.hugging_face.architectures import (
 )
 from gptlite.hugging_face.hub import INDEX, fetch, find_folder
 from gptlite.hugging_face.tokenizer import read_hf_tokenizer, to_hf_tokenizer
-from gptlite.machine.files import check_regular, read_json, write_atomically, write_json
+from gptlite.machine.files import check_regular, write_atomically, write_json
+from gptlite.machine.records import read_record
 from gptlite.runs.model import abstract_model
 from gptlite.runs.run import Run
 from gptlite.runs.weights import fill, named_arrays, named_leaves, require_room
@@ -111,7 +112,7 @@ def load_hf_config(folder: Path) -> ModelConfig:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return read_json(path.resolve())  # files in the hub's cache are links
+        return read_record(path.resolve(), dict[str, Any])  # files in the hub's cache are links
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}.") from error
 

@@ -8,7 +8,8 @@ from typing import Any
 import tokenizers
 
 from gptlite.errors import UserError, require
-from gptlite.machine.files import read_bounded, read_json
+from gptlite.machine.files import read_bounded
+from gptlite.machine.records import read_record
 from gptlite.text.tokenizer import (
     BETWEEN_WORDS,
     MAX_TOKENIZER,
@@ -138,7 +139,7 @@ def read_hf_tokenizer(
     path, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
     try:
         content = read_bounded(path.resolve(), MAX_TOKENIZER).decode("utf-8")
-        fields = read_json(settings.resolve()) if settings.exists() else {}
+        fields = read_record(settings.resolve(), dict[str, Any]) if settings.exists() else {}
         record = json.loads(content)
         end_ids = _eos(fields, record) if end_ids is None else end_ids
         if for_training:

@@ -146,20 +146,6 @@ def read_bounded(path: Path, limit: int) -> bytes:
         return file.read(size)
 
 
-def read_json(path: Path, limit: int = MAX_JSON) -> dict[str, Any]:
-    """The JSON object in `path`, of at most `limit` bytes.
-
-    **Raises:** `OSError`, as `read_bounded` does; `ValueError` if it holds no JSON object.
-    """
-    try:
-        record = json.loads(read_bounded(path, limit).decode("utf-8"))
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-    if not isinstance(record, dict):
-        raise ValueError("it holds no JSON object")
-    return record
-
-
 def is_plausible(value: Any) -> bool:
     """Whether `value`, from a file of a stranger, is a number that training could have written:
     finite, and so small that sums of a few do not overflow."""

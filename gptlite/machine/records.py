@@ -1,14 +1,20 @@
 """Records: JSON from a file, or from the net, which may come from a stranger. What a record may
 hold is said by its type, and checked when it is read."""
 
+import json
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
-from gptlite.machine.files import MAX_JSON, read_bounded, write_atomically
+from gptlite.machine.fields import MAX_INT32
+from gptlite.machine.files import MAX_JSON, MAX_NUMBER, read_bounded, write_json
 
 T = TypeVar("T")
+
+# A number that training could have written: finite, and so small that a few do not overflow.
+Number = Annotated[float, msgspec.Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]
+Natural = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT32)]
 
 
 def read_record(path: Path, kind: type[T], limit: int = MAX_JSON) -> T:
@@ -25,17 +31,18 @@ def parse_record(content: bytes | str, kind: type[T]) -> T:
 
     **Raises:** `ValueError`, which says what is wrong.
     """
+    text = content.decode("utf-8") if isinstance(content, bytes) else content
     try:
-        # As a string, because msgspec does not check that the fields it skips are UTF-8.
-        text = content.decode("utf-8") if isinstance(content, bytes) else content
-        return msgspec.json.decode(text, type=kind)
+        # Not by msgspec, which takes no halves of surrogate pairs: a text may have them.
+        record = json.loads(text)
+        return msgspec.convert(record, kind)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 
 
-def write_record(path: Path, record: Any) -> None:
+def write_record(path: Path, record: msgspec.Struct) -> None:
     """Write what `read_record` reads.
 
     **Raises:** `OSError`.
     """
-    write_atomically(path, msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
+    write_json(path, msgspec.to_builtins(record))

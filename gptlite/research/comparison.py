@@ -10,19 +10,21 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import equinox as eqx
 import jax
+import msgspec
 
 from gptlite.config import Config
 from gptlite.custom import custom_sources
 from gptlite.errors import UserError
 from gptlite.inspect.summary import activation_bytes, flops_per_token
 from gptlite.machine.fields import MAX_INT32, settled
-from gptlite.machine.files import is_plausible, read_json, write_json
+from gptlite.machine.files import write_json
 from gptlite.machine.memory import free_memory
 from gptlite.machine.pytrees import count_parameters
+from gptlite.machine.records import Number, read_record
 from gptlite.research.seeds import SeedsProgress, fit_seeds
 from gptlite.research.statistics import Verdict, judge
 from gptlite.runs.frozen import trainable
@@ -64,6 +66,27 @@ def verdicts(results: Sequence[Result]) -> dict[str, Verdict]:
     """Each variant's verdict against the first result, the base."""
     base, *others = results
     return judge(base.losses, {result.name: result.losses for result in others})
+
+
+class _Record(msgspec.Struct):
+    """What is kept of a variant."""
+
+    settings: dict[str, Any]
+    """Everything that decides what it learns."""
+    steps: Annotated[int, msgspec.Meta(ge=1, le=MAX_INT32)]
+    evaluated_at: list[Annotated[int, msgspec.Meta(ge=1)]]
+    curves: dict[str, list[Number | None]]
+    """By the seed; None: not finite."""
+    seconds: dict[str, Number]
+
+    def __post_init__(self):
+        length = max(1, len(self.evaluated_at))
+        if max(self.evaluated_at, default=0) > self.steps:
+            raise ValueError("its evaluated_at is wrong")
+        if any(len(curve) != length for curve in self.curves.values()):
+            raise ValueError("its curves are wrong")
+        if self.seconds.keys() != self.curves.keys():
+            raise ValueError("its seconds are wrong")
 
 
 class Comparison:
@@ -159,8 +182,7 @@ class Comparison:
             empty = {"steps": None, "evaluated_at": [], "curves": {}, "seconds": {}}
             return {"settings": settings, **empty}
         try:
-            kept = read_json(path, MAX_RECORD)
-            _check_record(kept)
+            kept = msgspec.to_builtins(read_record(path, _Record, MAX_RECORD))
         except (OSError, ValueError) as error:
             raise UserError(f"{path} is damaged: {error}. Delete it to train it again.") from error
         before = kept["settings"]
@@ -241,42 +263,6 @@ class Comparison:
         each = 4 * state + activation_bytes(model, rows)
         seeds = max(1, int(MEMORY_SHARE * free_memory() / each))
         return max(seeds - seeds % jax.device_count(), 1)
-
-
-def _check_record(kept: dict[str, Any]) -> None:
-    """**Raises:** `ValueError` if `kept`, read from a file, is not as `train` writes it."""
-
-    def is_curve(values: Any, length: int) -> bool:
-        return (
-            type(values) is list
-            and len(values) == length
-            and all(x is None or is_plausible(x) for x in values)
-        )
-
-    settings, steps, evaluated_at, curves, seconds = (
-        kept.get(name) for name in ("settings", "steps", "evaluated_at", "curves", "seconds")
-    )
-    if type(settings) is not dict:
-        wrong = "settings"
-    elif type(steps) is not int or not 1 <= steps <= MAX_INT32:
-        wrong = "steps"
-    elif type(evaluated_at) is not list or not all(
-        type(step) is int and 1 <= step <= steps for step in evaluated_at
-    ):
-        wrong = "evaluated_at"
-    elif type(curves) is not dict or not all(
-        is_curve(curve, max(1, len(evaluated_at))) for curve in curves.values()
-    ):
-        wrong = "curves"
-    elif (
-        type(seconds) is not dict
-        or seconds.keys() != curves.keys()
-        or not all(map(is_plausible, seconds.values()))
-    ):
-        wrong = "seconds"
-    else:
-        return
-    raise ValueError(f"its {wrong} is missing or wrong")
 
 
 def _with_steps(config: Config, steps: int) -> Config:

@@ -8,7 +8,6 @@ what a killed process left.
 """
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import json
@@ -21,19 +20,20 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, get_type_hints
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 from jax import lax
 from jaxtyping import Array, UInt32
 
 from gptlite.errors import UserError, require
-from gptlite.machine.fields import check_value
-from gptlite.machine.files import is_plausible
+from gptlite.machine.files import MAX_NUMBER
 from gptlite.machine.mesh import whole
 from gptlite.machine.processes import RESUME, publish
+from gptlite.machine.records import Number
 from gptlite.runs.weights import check_shapes, fill, named_leaves
 from gptlite.training.fit import Position
 from gptlite.training.step import TrainState
@@ -42,20 +42,36 @@ from gptlite.training.step import TrainState
 MODEL = "model."
 
 
-@dataclass(frozen=True)
-class Record:
-    """What a checkpoint holds besides arrays."""
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a checkpoint holds besides arrays.
+
+    **Raises:** `ValueError` if it is none that training could have written.
+    """
 
     position: Position
-    seconds: float
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_NUMBER)]
     """Wall-clock time of all processes that trained the run."""
-    last: dict[str, Any]
+    last: dict[str, int | Number | None]
     """The last line of metrics."""
     corpus_sha256: str
     frozen_sha256: str
     """The checksum of the file of parameters that stay as they are; empty if there are none."""
-    devices: str
+    devices: Annotated[str, msgspec.Meta(max_length=200)]
     """Number and kind of the devices, and the mesh where parameters are spread."""
+
+    def __post_init__(self):
+        position, last = self.position, self.last
+        msgspec.convert([position.step_seconds, *position.losses], list[Number])
+        wrong = "a number is negative, or more updates were skipped than made"
+        if not 0 <= position.skipped <= position.step:
+            raise ValueError(wrong)
+        is_complete = (
+            last.get("val_loss") is not None and last.get("step") and last.get("tokens")
+        ) and (last.get("step_seconds") or 0) > 1e-9
+        if "val_loss" in last and not is_complete:
+            raise ValueError("its last line of metrics is not complete")
+        if not self.devices.isprintable():
+            raise ValueError(f"its devices are {self.devices!r}")
 
 
 @dataclass(frozen=True)
@@ -130,7 +146,7 @@ class Checkpoints:
             # Infinity is no mistake: a custom block may have a mask of -inf.
             if is_nan:
                 raise UserError(f"The checkpoint {path} is not written: {name} is NaN.")
-        fields = dataclasses.asdict(record)
+        fields = msgspec.to_builtins(record)
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(arrays),
             record=ocp.args.JsonSave({**fields, "digest": digest(arrays, found, fields)}),
@@ -181,9 +197,9 @@ class Checkpoints:
             if wanted != digest(arrays, survey(arrays), fields):
                 raise UserError(f"The checkpoint {path} is damaged: its digest does not match.")
             try:
-                record = _record(fields)
-            except UserError as error:
-                raise UserError(f"The checkpoint {path} is damaged: {error}") from error
+                record = msgspec.convert(fields, Record)
+            except ValueError as error:
+                raise UserError(f"The checkpoint {path} is damaged: {error}.") from error
         if record.position.step != step:
             raise UserError(f"The checkpoint {path} is damaged: it is of another step.")
         return Checkpoint(fill(abstract_state, arrays | others, f"The arrays of {path}"), record)
@@ -221,43 +237,6 @@ class _Writing:
         except Exception as error:
             publish(f"A checkpoint in {self._folder} cannot be written: {_reason(error)}. {RESUME}")
             raise
-
-
-def _record(fields: dict[str, Any]) -> Record:
-    """A record from its JSON. It may come from a stranger, so its types are checked.
-
-    **Raises:** `UserError`; `KeyError`, `TypeError` if a field is missing or unknown.
-    """
-    position, last = fields.pop("position"), fields["last"]
-    check_value("position", position, dict)
-    for kind, values in ((Position, position), (Record, fields)):
-        for name, hint in get_type_hints(kind).items():
-            if name in values:
-                check_value(name, values[name], hint)
-    for loss in position["losses"]:
-        check_value("losses", loss, float)
-    for name, value in last.items():
-        check_value(f"last.{name}", value, float | None)
-    record = Record(position=Position(**position), **fields)
-    numbers = (record.seconds, position["step_seconds"], *position["losses"], *last.values())
-    require(
-        all(x is None or is_plausible(x) for x in numbers), "a number is not finite, or too large."
-    )
-    require(
-        record.seconds >= 0 <= record.position.skipped <= record.position.step,
-        "a number is negative, or more updates were skipped than made.",
-    )
-    require(
-        "val_loss" not in last
-        or (
-            (last["val_loss"] is not None and last.get("step") and last.get("tokens"))
-            and (last.get("step_seconds") or 0) > 1e-9
-        ),
-        "its last line of metrics is not complete.",
-    )
-    devices = record.devices
-    require(devices.isprintable() and len(devices) < 200, f"its devices are {devices[:200]!r}.")
-    return record
 
 
 def list_steps(folder: Path) -> list[int]:

@@ -6,8 +6,8 @@ from typing import Literal
 
 from gptlite.custom import Custom, check_files, load_custom, with_custom
 from gptlite.errors import UserError, require
-from gptlite.machine.files import read_json
 from gptlite.machine.progress import log
+from gptlite.machine.records import read_record
 from gptlite.runs.find import find_run
 from gptlite.runs.frozen import frozen_in
 from gptlite.runs.model import abstract_model
@@ -74,6 +74,6 @@ def load_run(path: Path, which: Literal["best", "last"] = "best", *, custom: Cus
 
 def _is_hf(folder: Path) -> bool:
     try:
-        return "model_type" in read_json((folder / "config.json").resolve())
+        return "model_type" in read_record((folder / "config.json").resolve(), dict[str, object])
     except (OSError, ValueError):
         return False

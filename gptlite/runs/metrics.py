@@ -3,12 +3,11 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 
-from gptlite.machine.fields import MAX_INT32
-from gptlite.machine.files import MAX_NUMBER, open_regular
+from gptlite.machine.files import open_regular
+from gptlite.machine.records import Natural, Number
 
 FILE = "metrics.jsonl"
 # Bytes of a line.
@@ -16,16 +15,14 @@ MAX_LINE = 2**12
 # Lines in a row that are none of metrics, or after the step that is wanted.
 MAX_USELESS = 10_000
 
-Loss = Annotated[float, msgspec.Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]
-
 
 class Metrics(msgspec.Struct, gc=False):
     """What a line says of a step. Losses are in nats per token."""
 
-    step: Annotated[int, msgspec.Meta(ge=0, le=MAX_INT32)]
-    train_loss: Loss | None
+    step: Natural
+    train_loss: Number | None
     """None where every update was skipped."""
-    val_loss: Loss | msgspec.UnsetType = msgspec.UNSET
+    val_loss: Number | msgspec.UnsetType = msgspec.UNSET
     """Set where the model was evaluated."""
 
 

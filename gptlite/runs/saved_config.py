@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 from gptlite.config import Config, DataConfig, ModelConfig
 from gptlite.custom import custom_sources
 from gptlite.errors import UserError
-from gptlite.machine.files import read_bounded, read_json, write_atomically, write_json
+from gptlite.machine.files import read_bounded, write_atomically, write_json
 
 
 def save_config(config: Config, path: Path) -> None:
@@ -23,8 +23,10 @@ def load_config(path: Path) -> Config:
 
     **Raises:** `UserError` if the file is no config of this version.
     """
+    from gptlite.machine.records import read_record  # `--help` need not wait for msgspec
+
     try:
-        fields: dict[str, Any] = read_json(path)
+        fields = read_record(path, dict[str, Any])
         is_ours = "model_type" not in fields
         kinds = get_type_hints(Config).items() if is_ours else ()
         sections = {name: kind(**fields.pop(name)) for name, kind in kinds}

@@ -7,11 +7,12 @@ import base64
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tiktoken
 
 from gptlite.errors import UserError, require
-from gptlite.machine.files import read_json
 from gptlite.machine.names import parse_bpe
+from gptlite.machine.records import read_record
 from gptlite.text.corpus import Corpus, scan
 from gptlite.text.tokenizer import (
     MAX_TOKENIZER,
@@ -70,42 +71,58 @@ def _fetch_tiktoken(name: str) -> TiktokenTokenizer:
         ) from error
 
 
+class _Char(msgspec.Struct, tag_field="kind", tag="char", forbid_unknown_fields=True):
+    characters: str
+
+    def tokenizer(self) -> Tokenizer:
+        return CharTokenizer(self.characters)
+
+
+class _Byte(msgspec.Struct, tag_field="kind", tag="byte", forbid_unknown_fields=True):
+    def tokenizer(self) -> Tokenizer:
+        return ByteTokenizer()
+
+
+class _Tiktoken(msgspec.Struct, tag_field="kind", tag="tiktoken", forbid_unknown_fields=True):
+    name: str
+    pattern: str
+    special_tokens: dict[str, int]
+    ranks: dict[str, int]
+
+    def tokenizer(self) -> Tokenizer:
+        mergeable_ranks = {base64.b64decode(token): rank for token, rank in self.ranks.items()}
+        _check_ranks(mergeable_ranks, self.special_tokens)
+        check_pattern(self.pattern)
+        return TiktokenTokenizer(
+            tiktoken.Encoding(
+                self.name,
+                pat_str=self.pattern,
+                mergeable_ranks=mergeable_ranks,
+                special_tokens=self.special_tokens,
+            )
+        )
+
+
+class _HF(msgspec.Struct, tag_field="kind", tag="hf", forbid_unknown_fields=True):
+    content: str = msgspec.field(name="tokenizer")
+    vocab_size: int
+    end_ids: list[int]
+
+    def tokenizer(self) -> Tokenizer:
+        from gptlite.hugging_face.tokenizer import HFTokenizer
+
+        return HFTokenizer(self.content, self.vocab_size, self.end_ids)
+
+
 def tokenizer_from_json(record: Any) -> Tokenizer:
     """The inverse of `to_json`.
 
     **Raises:** `UserError` if `record` is none of ours.
     """
     try:
-        match record:
-            case {"kind": "char", "characters": str(characters), **rest} if not rest:
-                return CharTokenizer(characters)
-            case {"kind": "byte", **rest} if not rest:
-                return ByteTokenizer()
-            case {
-                "kind": "tiktoken", "name": str(name), "pattern": str(pattern),
-                "special_tokens": dict(special_tokens), "ranks": dict(ranks), **rest,
-            } if not rest:  # fmt: skip
-                mergeable_ranks = {base64.b64decode(t): rank for t, rank in ranks.items()}
-                _check_ranks(mergeable_ranks, special_tokens)
-                check_pattern(pattern)
-                return TiktokenTokenizer(
-                    tiktoken.Encoding(
-                        name,
-                        pat_str=pattern,
-                        mergeable_ranks=mergeable_ranks,
-                        special_tokens=special_tokens,
-                    )
-                )
-            case {
-                "kind": "hf", "tokenizer": str(content), "vocab_size": int(vocab_size),
-                "end_ids": list(end_ids), **rest,
-            } if not rest:  # fmt: skip
-                from gptlite.hugging_face.tokenizer import HFTokenizer
-
-                return HFTokenizer(content, vocab_size, end_ids)
+        return msgspec.convert(record, _Char | _Byte | _Tiktoken | _HF).tokenizer()
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise UserError(f"This is not a tokenizer of gptlite: {error!r}.") from error
-    raise UserError(f"This is not a tokenizer of gptlite: {str(record)[:100]}.")
+        raise UserError(f"This is not a tokenizer of gptlite: {error}.") from error
 
 
 def _check_ranks(ranks: dict[bytes, Any], special_tokens: dict[str, Any]) -> None:
@@ -130,6 +147,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     **Raises:** `UserError` if it is missing or damaged.
     """
     try:
-        return tokenizer_from_json(read_json(path / "tokenizer.json", 2 * MAX_TOKENIZER))
+        record = read_record(path / "tokenizer.json", dict[str, Any], 2 * MAX_TOKENIZER)
+        return tokenizer_from_json(record)
     except (OSError, ValueError) as error:
         raise UserError(f"{path / 'tokenizer.json'} cannot be read: {error}") from error

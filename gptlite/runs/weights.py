@@ -17,11 +17,12 @@ from jaxtyping import PyTree
 from safetensors import SafetensorError
 
 from gptlite.errors import UserError
-from gptlite.machine.files import check_regular, is_plausible, read_bounded, write_atomically
+from gptlite.machine.files import check_regular, read_bounded, write_atomically
 from gptlite.machine.memory import require_memory
 from gptlite.machine.mesh import is_local, whole
 from gptlite.machine.processes import is_main_process
 from gptlite.machine.pytrees import is_array, is_stacked, path_name, size_of
+from gptlite.machine.records import Number, parse_record
 from gptlite.models.gpt import GPT
 
 T = TypeVar("T")
@@ -41,7 +42,7 @@ class Evaluated:
     """The step that weights are from, and their validation loss in nats per token, if known."""
 
     step: int
-    val_loss: float = math.nan
+    val_loss: Number = math.nan
 
 
 def named_leaves(tree: PyTree) -> dict[str, Any]:
@@ -139,11 +140,10 @@ def read_evaluated(path: Path) -> Evaluated | None:
     """Step and validation loss of the weights in `path`; None if they cannot be read."""
     try:
         with opened(path) as file:
-            found = json.loads((file.metadata() or {})["evaluated"])
-        step, val_loss = found["step"], found["val_loss"]
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError):
+            record = parse_record((file.metadata() or {})["evaluated"], Evaluated)
+    except (OSError, SafetensorError, KeyError, ValueError):
         return None
-    return Evaluated(step, val_loss) if type(step) is int and is_plausible(val_loss) else None
+    return None if math.isnan(record.val_loss) else record
 
 
 def read_shapes(path: Path) -> dict[str, list[int]] | None:

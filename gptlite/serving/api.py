@@ -4,7 +4,6 @@ https://platform.openai.com/docs/api-reference/completions and .../chat
 """
 
 import functools
-import json
 import math
 import secrets
 import time
@@ -15,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Protocol, TypeVar
 from gptlite.config import SamplingConfig
 from gptlite.errors import UserError, require
 from gptlite.machine.fields import MAX_INT32, Between, check_fields
+from gptlite.machine.records import parse_record
 from gptlite.serving.scores import N_BEST
 from gptlite.serving.text import Piece, Scored, ServedText, Token, shown
 from gptlite.text.tokenizer import Ids, Tokenizer, as_ids
@@ -194,10 +194,9 @@ def parse(kind: type[T], body: bytes) -> T:
     **Raises:** `UserError` if it is none.
     """
     try:
-        record = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"The body is not JSON in UTF-8: {error}.") from error
-    require(isinstance(record, dict), "The body must be a JSON object.")
+        record = parse_record(body, dict[str, Any])
+    except ValueError as error:
+        raise UserError(f"The body is not a JSON object in UTF-8: {error}.") from error
     known = {field.name: field for field in fields(kind)}
     unknown = sorted(set(record) - set(known))
     require(not unknown, f"There is no argument {unknown[:1]}: known are {', '.join(known)}.")
@@ -205,10 +204,6 @@ def parse(kind: type[T], body: bytes) -> T:
     missing = [n for n, field in known.items() if field.default is MISSING and n not in given]
     require(not missing, f"{', '.join(missing)} must be given.")
     return kind(**given)
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
 
 
 def check_text(name: str, text: str) -> None:

@@ -15,7 +15,8 @@ import tokenizers
 
 from gptlite.errors import UserError
 from gptlite.hugging_face.tokenizer import HFTokenizer
-from gptlite.machine.files import read_bounded, read_json
+from gptlite.machine.files import read_bounded
+from gptlite.machine.records import read_record
 from gptlite.serving.api import check_text
 from gptlite.text.tokenizer import Tokenizer
 
@@ -71,7 +72,7 @@ def read_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | Non
     if not isinstance(tokenizer, HFTokenizer):
         return None
     try:
-        record = read_json(settings.resolve()) if settings.exists() else {}
+        record = read_record(settings.resolve(), dict[str, Any]) if settings.exists() else {}
         template = record.get("chat_template")
         if file.exists():
             template = read_bounded(file.resolve(), MAX_TEMPLATE).decode("utf-8")

@@ -10,7 +10,8 @@ import numpy as np
 
 from gptlite.config import Config
 from gptlite.errors import UserError
-from gptlite.machine.files import folders_with, is_locked, read_json
+from gptlite.machine.files import folders_with, is_locked
+from gptlite.machine.records import read_record
 from gptlite.presets import PRESETS
 from gptlite.runs.metrics import FILE as METRICS, last_step
 from gptlite.runs.saved_config import load_config
@@ -114,6 +115,6 @@ def _parameters(path: Path) -> int | None:
 
 def _json(path: Path) -> dict[str, Any] | None:
     try:
-        return read_json(path)
+        return read_record(path, dict[str, Any])
     except (OSError, ValueError):
         return None

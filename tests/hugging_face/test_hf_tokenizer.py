@@ -252,7 +252,7 @@ def test_a_folder_with_a_tokenizer_is_one(eos, tmp_path):
         ("[" * 200_000, {}, r"tokenizer\.json cannot be read"),
         ("[]", {}, r"tokenizer\.json cannot be read"),
         ('{"model": {}}', {}, r"tokenizer\.json cannot be read"),
-        (to_hf_tokenizer(OWN), [], "holds no JSON object"),
+        (to_hf_tokenizer(OWN), [], "Expected `object`, got `array`"),
         (to_hf_tokenizer(OWN), {"add_prefix_space": True}, "gptlite reads the second"),
     ],
 )

@@ -111,7 +111,10 @@ def test_a_damaged_file_is_refused(trained, tmp_path, name, value):
     good = json.loads(file.read_text())
     for changed in (good | {name: value}, {key: x for key, x in good.items() if key != name}):
         file.write_text(json.dumps(changed))
-        with pytest.raises(UserError, match=rf"a-.*\.json is damaged: its {name} is"):
+        with pytest.raises(
+            UserError,
+            match=rf"a-.*\.json is damaged: .*({name}|Integer value out of range|`int` <=)",
+        ):
             run(comparison(tmp_path), "a", BASE, range(2))
 
 

@@ -127,7 +127,7 @@ def rewrite(path, change):
             "nested too deeply",
         ),
         (lambda p: (p / "tokenizer.json").write_text("{"), "cannot be read"),
-        (lambda p: (p / "tokenizer.json").write_text("[]"), "no JSON object"),
+        (lambda p: (p / "tokenizer.json").write_text("[]"), "Expected `object`, got `array`"),
         (
             lambda p: (p / "tokenizer.json").write_text('{"kind": "byte", "x": 1}'),
             "not a tokenizer",

@@ -85,8 +85,8 @@ def tiktoken_record(change) -> dict:
     [
         (lambda ranks: ranks.update({"YWI=": 2**40}), "ids must be integers from 0"),
         (lambda ranks: ranks.update({"YWI=": -1}), "ids must be integers from 0"),
-        (lambda ranks: ranks.update({"YWI=": "1"}), "ids must be integers from 0"),
-        (lambda ranks: ranks.update({"YWI=": True}), "ids must be integers from 0"),
+        (lambda ranks: ranks.update({"YWI=": "1"}), "Expected `int`, got `str`"),
+        (lambda ranks: ranks.update({"YWI=": True}), "Expected `int`, got `bool`"),
         (lambda ranks: ranks.update({"YWI=": 97}), "two tokens have the same id"),
         (lambda ranks: ranks.update({"YWI=": 258}), "two tokens have the same id"),
         (lambda ranks: ranks.pop("YQ=="), "a token for some byte is missing"),
