@@ -203,7 +203,7 @@ class ServeArguments:
     """0: any that is free."""
 
     api_key: str | None = None
-    """What clients must send as their key. Default: the variable GPTLITE_API_KEY, which other users
+    """The key that clients must send. Default: the variable GPTLITE_API_KEY, which other users
     of this machine cannot see, or none."""
 
     without_key: bool = False
@@ -295,7 +295,7 @@ def parse_words(kind: Any, args: Sequence[str], **options: Any) -> Any:
 
 @dataclass(frozen=True)
 class _First:
-    """What decides the defaults of other options, and is read before them."""
+    """The options that decide the defaults of others, and are read before them."""
 
     resume: str | None = None
     init_from: str | None = None
@@ -373,8 +373,8 @@ def check_start(
 
 
 def settings(arguments: TrainArguments) -> dict[str, str]:
-    """What all processes of a run must have been given alike, by name. The corpus may lie in
-    different places: its checksum is compared."""
+    """The settings that all processes of a run must have been given alike, by name. The corpus may
+    lie in different places: its checksum is compared."""
     found = {name: str(getattr(arguments, name)) for name in ("run", "overwrite", "resume")}
     for section, fields in vars(arguments.config).items():
         found |= {f"{section}.{name}": str(value) for name, value in vars(fields).items()}

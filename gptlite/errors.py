@@ -2,7 +2,7 @@
 
 
 class UserError(ValueError):
-    """What the user asked for cannot be done. The message is a full sentence for the user."""
+    """Something the user asked for cannot be done. The message is a full sentence for the user."""
 
 
 def require(holds: bool, sentence: str) -> None:

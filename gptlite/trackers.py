@@ -29,7 +29,7 @@ PROJECT = "gptlite"
 
 
 class Tracker(Protocol):
-    """What shows a run."""
+    """A dashboard that shows a run."""
 
     def __call__(self, step: int, metrics: Mapping[str, float | str]) -> None:
         """Show the metrics of a step."""

@@ -1,1 +1,1 @@
-"""What a training step takes on devices that are not there."""
+"""Estimates of a training step on devices that are not there."""

@@ -12,10 +12,10 @@ from gptlite.errors import UserError, require
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a device can do at most. Rates are those of the data sheet, in one direction."""
+    """The limits of a device. Rates are those of the data sheet, in one direction."""
 
     kind: str
-    """What JAX calls the device."""
+    """JAX's name of the device."""
     flops: float
     """Products in bfloat16 a second, two for each multiply-add, without sparsity."""
     memory: int

@@ -1,4 +1,4 @@
-"""What a compiled program does, read from its text (XLA's HLO, after optimisation)."""
+"""The work of a compiled program, read from its text (XLA's HLO, after optimisation)."""
 
 import math
 import re
@@ -118,7 +118,7 @@ def _split_operands(text: str) -> tuple[str, str]:
 
 @dataclass
 class Work:
-    """What a device does. A loop counts as often as it runs; of the branches of a condition, the
+    """The work of a device. A loop counts as often as it runs; of the branches of a condition, the
     longest counts."""
 
     flops: float = 0.0
@@ -157,7 +157,7 @@ class Work:
 
 
 def work(text: str, hardware: Hardware) -> Work:
-    """What a device does in a program. A loop without a known count is taken to run once."""
+    """The work of a device in a program. A loop without a known count is taken to run once."""
     computations, entry = parse(text)
     return _Reader(computations, hardware).work(entry)
 

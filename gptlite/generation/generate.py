@@ -53,7 +53,7 @@ class PreparedModel(eqx.Module):
 
 
 class GenerationState(eqx.Module):
-    """What one token passes to the next."""
+    """The state that one token passes to the next."""
 
     logits: Float[Array, "batch vocab"]
     layers: tuple[Any, ...]

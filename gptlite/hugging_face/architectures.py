@@ -81,12 +81,12 @@ class Family:
     architecture: str
     top: Mapping[str, str]
     layer: Mapping[str, str]
-    """Of a layer, after the prefix `layers`."""
+    """The names in a layer, after the prefix `layers`."""
     layers: str = "model.layers"
     transposed: bool = False
     """Whether matrices of layers are `[d_in, d_out]`."""
     gain_offset: float = 0.0
-    """What is added to a stored gain of a norm."""
+    """The number that is added to a stored gain of a norm."""
 
 
 _TOP = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}

@@ -28,9 +28,9 @@ def train_bpe(corpus: Corpus, size: int, *, sample: int = SAMPLE) -> TiktokenTok
     """An encoding with `size` tokens: the bytes, merges of the training part of `corpus`, and, if
     there is room for more than the bytes, `<|endoftext|>`. The same text gives the same encoding.
 
-    Of a text of more than `sample` characters, evenly distributed pieces of that size in all are
-    read; of a dataset, the first documents. A text with too few different words gives fewer tokens.
-    This is logged.
+    A text of more than `sample` characters is read in evenly distributed pieces of that size in
+    all; of a dataset, the first documents are. A text with too few different words gives fewer
+    tokens. This is logged.
     """
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(

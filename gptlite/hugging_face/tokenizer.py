@@ -289,7 +289,7 @@ def to_hf_tokenizer(tokenizer: Tokenizer) -> str:
 
 
 def byte_level() -> Any:
-    """What brings a text into `BYTE_CHARACTERS`, and splits nothing."""
+    """The pre-tokenizer that brings a text into `BYTE_CHARACTERS`, and splits nothing."""
     return tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
 

@@ -1,4 +1,4 @@
-"""What each layer of a model would predict if it were the last."""
+"""The logit lens: the prediction of each layer if it were the last."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int

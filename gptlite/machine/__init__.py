@@ -1,1 +1,1 @@
-"""What the rest stands on: files, processes, memory, the terminal."""
+"""The ground: files, processes, memory, the terminal."""

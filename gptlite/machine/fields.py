@@ -1,4 +1,4 @@
-"""What a field's annotation says of it: its bounds, and when it may change."""
+"""Annotations of fields: their bounds, and when they may change."""
 
 import abc
 import dataclasses

@@ -1,4 +1,4 @@
-"""What the text of an option names: a block, with options of its own, by the package's name for it
+"""Names in the text of an option: of a block, with options of its own, by the package's name for it
 or as FILE.py:CLASS; a byte-pair encoding; adapters."""
 
 import dataclasses
@@ -60,8 +60,8 @@ def split_options(value: BlockChoice) -> tuple[str, Mapping[str, str]]:
 
 
 def with_options(name: str, options: Any) -> str:
-    """What `split_options` and `parse_options` read: a block's name, and those of its options (a
-    dataclass) that are not the defaults."""
+    """The text that `split_options` and `parse_options` read: a block's name, and those of its
+    options (a dataclass) that are not the defaults."""
     changed = {
         field.name: value
         for field in dataclasses.fields(options)
@@ -121,7 +121,7 @@ def is_custom(value: str) -> bool:
 
 
 class CustomBlock(str):
-    """What names a custom block in a config, with its options; and the class itself."""
+    """The name of a custom block in a config, with its options; and the class itself."""
 
     block: type
 

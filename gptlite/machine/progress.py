@@ -30,7 +30,8 @@ def log(message: str, file: TextIO | None = None) -> None:
 
 
 def sentence_of(error: BaseException) -> str | None:
-    """What a user is told of an error; None if it is unexpected, a mistake of the program's."""
+    """The sentence that a user is told of an error; None if it is unexpected, a mistake of the
+    program's."""
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""What all models share: from ids to hidden states."""
+"""The trunk of all models: from ids to hidden states."""
 
 import math
 from collections.abc import Callable
@@ -40,7 +40,7 @@ class Transformer(eqx.Module):
     ):
         """`rows`: the rows of the embedding. `make_block(config, key)` makes a layer. Without
         `final_norm`, the output of the last layer is returned as it is."""
-        # The fourth is for a head.
+        # `GPT` takes the fourth key for its head.
         embedding_key, positions_key, stack_key, _ = jax.random.split(key, 4)
         d_model = config.d_model
         self.config = config
@@ -55,7 +55,7 @@ class Transformer(eqx.Module):
         self.stack = Stack(
             lambda key: make_block(config, key),
             config.n_layers,
-            # Of layers one by one, the compiler may compute all once more before any is needed.
+            # With unrolled layers, XLA may recompute all of them before the first is needed.
             scan=config.stack == "scan" or config.remat != "none",
             remat=config.remat,
             key=stack_key,

@@ -1,4 +1,4 @@
-"""What layers keep of earlier tokens, so that each token is computed once."""
+"""Caches: layers keep the keys and values of earlier tokens, so that each token is computed once."""
 
 import functools
 from typing import Any

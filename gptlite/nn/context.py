@@ -1,4 +1,4 @@
-"""What a layer knows about its input."""
+"""The context that all layers are given with their input."""
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ Start = int | PerSequence
 
 
 class Context(eqx.Module):
-    """What a layer knows about its input. Default: a whole sequence without padding.
+    """Facts about a layer's input. Default: a whole sequence without padding.
 
     It is one object, so that a new kind of layer adds a field here, and not an argument to all
     other layers.

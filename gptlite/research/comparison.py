@@ -69,7 +69,7 @@ def verdicts(results: Sequence[Result]) -> dict[str, Verdict]:
 
 
 class _Record(msgspec.Struct):
-    """What is kept of a variant."""
+    """The record of a variant."""
 
     settings: dict[str, Any]
     """Everything that decides what it learns."""
@@ -175,7 +175,7 @@ class Comparison:
         return self._folder / f"{readable}-{hashlib.sha256(name.encode()).hexdigest()[:8]}.json"
 
     def _read(self, name: str, config: Config) -> dict[str, Any]:
-        """What is kept of a variant, or an empty record."""
+        """The record of a variant, or an empty one."""
         settings = self._settings(config)
         path = self._path(name)
         if not path.exists():

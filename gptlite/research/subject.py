@@ -1,4 +1,4 @@
-"""What the checks know of a block: its inputs, and how it is called."""
+"""The subject of the checks: a block, its inputs, and how it is called."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence

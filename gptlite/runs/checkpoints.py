@@ -38,12 +38,12 @@ from gptlite.runs.weights import check_shapes, fill, named_leaves
 from gptlite.training.fit import Position
 from gptlite.training.step import TrainState
 
-# What the names of the model's arrays begin with in a training state.
+# Prefix of the model's arrays in a training state.
 MODEL = "model."
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a checkpoint holds besides arrays.
+    """The record of a checkpoint, besides its arrays.
 
     **Raises:** `ValueError` if it is none that training could have written.
     """

@@ -1,4 +1,4 @@
-"""What a person sees of a training run: a progress bar, or plain lines."""
+"""The display of a training run: a progress bar, or plain lines."""
 
 from typing import Any
 

@@ -82,7 +82,7 @@ from gptlite.training.step import TrainState
 
 # How long a file may take to be seen on another host. (NFS keeps what it has seen for a minute.)
 SEEN_SECONDS = 90.0
-# Who only looks whether a run is trained holds its lock for a moment.
+# `is_locked` takes the lock briefly: wait that long before refusing.
 LOCK_SECONDS = 1.0
 
 
@@ -458,7 +458,7 @@ class RunFolder:
         return f"To resume from step {steps[0]}{where}:\n    {shlex.join(words)}"
 
     def curves(self) -> list[metrics.Metrics]:
-        """What the whole lines of `metrics.jsonl` say."""
+        """The whole lines of `metrics.jsonl`."""
         with open_regular(self.path / metrics.FILE) as file:
             return list(filter(None, map(metrics.parsed, file)))
 

@@ -17,7 +17,7 @@ MAX_USELESS = 10_000
 
 
 class Metrics(msgspec.Struct, gc=False):
-    """What a line says of a step. Losses are in nats per token."""
+    """A line about a step. Losses are in nats per token."""
 
     step: Natural
     train_loss: Number | None
@@ -55,7 +55,7 @@ def lines_up_to(path: Path, step: int) -> Iterator[bytes]:
 
 
 def last_step(run: Path) -> int:
-    """Of the last whole line; 0 if there is none."""
+    """The step of the last whole line; 0 if there is none."""
     try:
         with open_regular(run / FILE) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_LINE))

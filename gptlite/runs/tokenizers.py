@@ -126,7 +126,7 @@ def tokenizer_from_json(record: Any) -> Tokenizer:
 
 
 def _check_ranks(ranks: dict[bytes, Any], special_tokens: dict[str, Any]) -> None:
-    """What tiktoken's Rust code takes for granted.
+    """Check what tiktoken's Rust code takes for granted.
 
     **Raises:** `ValueError`.
     """

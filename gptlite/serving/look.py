@@ -1,4 +1,4 @@
-"""What happens inside a model while it predicts a token."""
+"""A look inside a model while it predicts a token."""
 
 import math
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class Layer(NamedTuple):
 
 
 class Guess(NamedTuple):
-    """What a layer would predict if it were the last, in nats."""
+    """The prediction of a layer if it were the last, in nats."""
 
     ids: Int[np.ndarray, " best"]
     log_probs: Float[np.ndarray, " best"]

@@ -1,4 +1,4 @@
-"""What runs there are, and how far they are. Training that goes on is not disturbed."""
+"""The runs that there are, and how far they are. Training that goes on is not disturbed."""
 
 import dataclasses
 from dataclasses import dataclass

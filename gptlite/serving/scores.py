@@ -22,7 +22,7 @@ class Scores(eqx.Module):
 def token_scores(
     logits: Float[Array, "batch tokens vocab"], ids: Int[Array, "batch tokens"]
 ) -> Scores:
-    """What `prefill` and `decode` may observe."""
+    """The scores of tokens, for `prefill` and `decode` to observe."""
     log_probs = jax.nn.log_softmax(logits, axis=-1)
     best, best_ids = lax.top_k(log_probs, min(N_BEST, log_probs.shape[-1]))
     log_prob = jnp.take_along_axis(log_probs, ids[..., None], axis=-1)[..., 0]

@@ -1,4 +1,4 @@
-"""What a run is trained on: a text, or the documents of a dataset.
+"""The corpus that a run is trained on: a text, or the documents of a dataset.
 
 A corpus of any size is read in pieces, several times. Only `Corpus.text` holds all of it in memory.
 """
@@ -49,7 +49,7 @@ class Corpus:
         return ("" if self.is_text else "\n").join(self.read(None))
 
     def parts(self, state: Any = None, first: int = 0) -> Iterator[tuple[bool, Iterator[str]]]:
-        """What is encoded separately, as pieces, and whether it is held out for validation: the
+        """The parts that are encoded separately, in pieces, and whether each is held out: the
         first 90 % of the characters of a text, then the rest; or the documents of a dataset, of
         which every tenth is held out. (A text in a dataset, too, is held out in pieces, because
         its length is not known.)

@@ -43,7 +43,7 @@ Ids = Integer[np.ndarray, " tokens"]
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What the rest of the package asks of a tokenizer."""
+    """The methods that the package asks of a tokenizer."""
 
     @property
     def start_ids(self) -> tuple[int, ...]:

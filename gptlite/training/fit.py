@@ -52,9 +52,9 @@ class Progress:
     grad_norm: float | None
     """Global norm of the last step's gradient, before clipping; None if it is not finite."""
     learning_rate: float
-    """Of the last step (with muon: of the matrices)."""
+    """The learning rate of the last step (with muon: of the matrices)."""
     steps_per_second: float
-    """Of the last dispatch."""
+    """The speed of the last dispatch."""
     log_due: bool
     """Whether a line of metrics is due: every `log_every` steps, and at evaluations."""
     evaluation_due: bool

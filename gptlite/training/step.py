@@ -42,7 +42,7 @@ class TrainState(eqx.Module):
 
 
 class StepMetrics(eqx.Module):
-    """What each step of a dispatch reports."""
+    """The report of each step of a dispatch."""
 
     loss: Float[Array, "*steps"]
     """Without the auxiliary loss."""
@@ -144,7 +144,7 @@ class TrainSteps:
             return self._run(self.place(batches, count), state)
 
     def place(self, batches: PyTree, count: int) -> tuple[PyTree, Array, Array | np.ndarray]:
-        """What `update` takes besides the state, on the devices."""
+        """The arguments of `update` besides the state, on the devices."""
         # The seed is an argument of the program, so that a new one compiles nothing.
         seed = np.asarray(self.training.seed, np.int32)
         return place_batches(batches, self.mesh), jnp.asarray(count), seed

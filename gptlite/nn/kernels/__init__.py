@@ -1,1 +1,1 @@
-"""What is written otherwise for speed, each with its reference."""
+"""Operations that are written otherwise for speed, each with its reference."""

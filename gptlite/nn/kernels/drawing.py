@@ -36,8 +36,8 @@ def last_kept(
 
 
 def _rank(logits: Array, top_k: Array, top_p: Array, best: int) -> tuple[Array, Array, Array]:
-    """Of so many of the best tokens: how many top-k and top-p keep, and the logit and the id of the
-    last of these."""
+    """How many of the `best` best tokens top-k and top-p keep, and the logit and the id of the last
+    of these."""
     vocab = logits.shape[-1]
     values, ids = lax.top_k(logits, best)
     weights = jnp.where(jnp.arange(best) < top_k, jnp.exp(values), 0)
