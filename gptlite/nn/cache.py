@@ -1,4 +1,4 @@
-"""Caches: layers keep the keys and values of earlier tokens, so that each token is computed once."""
+"""The caches of layers: what is kept of earlier tokens, so that each is computed once."""
 
 import functools
 from typing import Any
