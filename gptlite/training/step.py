@@ -22,7 +22,7 @@ from gptlite.nn.dtypes import widen
 from gptlite.nn.kernels.row_keys import row_key
 from gptlite.nn.kernels.rows import default_parts, mean_by_rows, n_row_shards
 from gptlite.nn.stack import unstacked
-from gptlite.sharding import constrain, constrain_parameters
+from gptlite.sharding import constrain, constrain_parameters, targets_nvidia
 from gptlite.training.loss import window_losses
 from gptlite.training.optimizer import make_optimizer, make_schedule
 
@@ -100,8 +100,9 @@ class TrainSteps:
         self.vocab_size = getattr(model, "vocab_size", None) if loss_fn is window_losses else None
         # cuBLAS adds a bias and the residual stream to a product's result. XLA's own products on
         # NVIDIA's GPUs, in Triton, do not: a step of GPT-2 (124 M) would write a tenth more.
-        nvidia = "NVIDIA" in mesh.devices.flat[0].device_kind
-        self.compiler_options = {"xla_gpu_enable_triton_gemm": False} if nvidia else None
+        with jax.set_mesh(mesh):
+            options = {"xla_gpu_enable_triton_gemm": False} if targets_nvidia() else None
+        self.compiler_options = options
 
         # (`eqx.filter_jit` passes `compiler_options` to `jax.jit`. Its annotations omit it.)
         @eqx.filter_jit(  # pyright: ignore[reportCallIssue]
