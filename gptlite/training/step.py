@@ -101,8 +101,8 @@ class TrainSteps:
         # cuBLAS adds a bias and the residual stream to a product's result. XLA's own products on
         # NVIDIA's GPUs, in Triton, do not: a step of GPT-2 (124 M) would write a tenth more.
         with jax.set_mesh(mesh):
-            options = {"xla_gpu_enable_triton_gemm": False} if targets_nvidia() else None
-        self.compiler_options = options
+            nvidia = targets_nvidia()
+        self.compiler_options = {"xla_gpu_enable_triton_gemm": False} if nvidia else None
 
         # (`eqx.filter_jit` passes `compiler_options` to `jax.jit`. Its annotations omit it.)
         @eqx.filter_jit(  # pyright: ignore[reportCallIssue]
@@ -146,8 +146,7 @@ class TrainSteps:
 
     def place(self, batches: PyTree, count: int) -> tuple[PyTree, Array, Array | np.ndarray]:
         """The arguments of `update` besides the state, on the devices."""
-        # The seed is an argument of the program, so that a new one compiles nothing.
-        seed = np.asarray(self.training.seed, np.int32)
+        seed = np.asarray(self.training.seed, np.int32)  # an argument: a new one compiles nothing
         return place_batches(batches, self.mesh), jnp.asarray(count), seed
 
     @property

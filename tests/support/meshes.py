@@ -106,7 +106,7 @@ def train(
     if name.startswith("translation"):
         model = drawn(lambda key: Seq2Seq(config, VOCAB, VOCAB, key=key), 0.7)
         options: dict[str, Any] = {
-            "losses": translation_losses,
+            "loss_fn": translation_losses,
             "loss_mask": lambda batch: batch["real"],
         }
         batches = [translation(step % 2) for step in range(steps)]
@@ -114,7 +114,7 @@ def train(
         model = drawn(lambda key: language_model(config, key), 0.7)
         batches = [np.minimum(batch(step % 2), VOCAB - 4) for step in range(steps)]
         whole = Config(model=config, training=TrainingConfig(init_from="another run"))
-        options = {"losses": window_losses, "trainable": trainable(whole, model)}
+        options = {"loss_fn": window_losses, "trainable": trainable(whole, model)}
     rule = OptimizerConfig(
         name=optimizer, learning_rate=3e-3, adam_learning_rate=3e-3, clip_norm=1.0
     )

@@ -149,7 +149,7 @@ def test_the_mean_is_over_what_counts_whatever_the_parts(parts):
         return jnp.sum(jnp.where(real, window_losses(model, jnp.asarray(BATCHES[0]))[0], 0)) / 18
 
     training = dataclasses.replace(TRAINING, accumulation=parts)
-    options = {"losses": losses, "loss_mask": lambda batch: batch["real"]}
+    options = {"loss_fn": losses, "loss_mask": lambda batch: batch["real"]}
     found = grads_of(model, batch, training, **options)
     trees_close(eqx.filter_jit(eqx.filter_value_and_grad(by_hand))(model), found)
     nothing = batch | {"real": np.zeros_like(real)}
@@ -168,7 +168,7 @@ def test_a_mixture_is_not_trained_without_its_balance_loss():
     def losses(model, batch, **options):
         return window_losses(model, batch, **options)[0]
 
-    with pytest.raises(UserError, match="mixture of experts, so losses"):
+    with pytest.raises(UserError, match="mixture of experts, so loss_fn"):
         grads_of(tiny_model(mlp="moe"), BATCHES[0], loss_fn=losses)
     grads_of(tiny_model(), BATCHES[0], loss_fn=losses)
 
