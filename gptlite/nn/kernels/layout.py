@@ -1,6 +1,10 @@
-"""Moving numbers around. XLA's CPU compiler widens bfloat16 numbers to float32 before it moves
-them, and rounds them again after; so there they are moved as whole numbers of 16 bits, also in the
-backward pass. A step of M in bfloat16 takes 0.97 of the time."""
+"""Moving numbers around. The references: `jnp.swapaxes(x, -2, -3)` and `jnp.split`.
+
+XLA's CPU compiler widens bfloat16 numbers to float32 before it moves them, and rounds them again
+after; so there they are moved as whole numbers of 16 bits, also in the backward pass. A step of M
+in bfloat16 takes 0.97 of the time (2 cores of an AMD EPYC, Zen 4, by turns: benchmarks/NOTES.md;
+`python benchmarks/train_speed.py`).
+"""
 
 import functools
 import itertools

@@ -1,4 +1,13 @@
-"""Sums whose order or shape a GPU's compiler takes better."""
+"""Sums whose order or shape a GPU's compiler takes better.
+
+The references: `x, x, x` for `thrice`, `x + y` for `add_by_rows`, `x + table` for `add_to_each`.
+With one of them in place of its fast form, a step of GPT-2 (124 M, 32 rows of 1,024 tokens) on an
+H100 writes in place of 29.9 GB:
+
+    thrice 30.5    add_by_rows 31.1    add_to_each 30.0
+
+(`python -m gptlite.estimate gpt2 --training.accumulation 1 --for h100:1`, JAX 0.10.2.)
+"""
 
 import math
 
