@@ -174,6 +174,7 @@ class _Store:
         self.n_pending = 0
         """Ids since the last entry in the journal."""
         self._path, self._dtype = path, dtype
+        self._data = [path.with_suffix(x) for x in (".train", ".validation")] if path else []
         self._sums = [hashlib.sha256(), hashlib.sha256()]
         self._files: list[Any] = [io.BytesIO(), io.BytesIO()]
         if path is not None:
@@ -183,8 +184,12 @@ class _Store:
     def _restore(self, journal: _Journal) -> None:
         if journal.state is None and not journal.is_finished:
             return
-        with self._opened_at(journal.counts) as files:
-            sums = [hashlib.file_digest(file, "sha256") for file in files]
+        sums = []
+        for path, count in zip(self._data, journal.counts, strict=True):
+            if not journal.is_finished:  # what follows is not in the journal
+                os.truncate(path, count * self._dtype.itemsize)
+            with path.open("rb") as file:
+                sums.append(hashlib.file_digest(file, "sha256"))
         if [checksum.hexdigest() for checksum in sums] != journal.sha256:
             return  # damaged
         self.journal, self._sums = journal, sums
@@ -192,36 +197,21 @@ class _Store:
             log(f"going on after {journal.counts[0]:,} tokens, in {self._path}.train")
 
     @contextlib.contextmanager
-    def _opened_at(self, counts: list[int]) -> Iterator[list[io.BufferedRandom]]:
-        """The two files, cut off after so many ids: what follows is not in the journal."""
-        assert self._path is not None
-        with contextlib.ExitStack() as stack:
-            files = []
-            for suffix, count in zip((".train", ".validation"), counts, strict=True):
-                file = stack.enter_context(self._path.with_suffix(suffix).open("r+b"))
-                file.truncate(count * self._dtype.itemsize)
-                files.append(file)
-            yield files
-
-    @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
         """Ids can be added."""
-        if self._path is None:
-            yield
-            return
-        files = [self._path.with_suffix(suffix) for suffix in (".train", ".validation")]
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not self.journal.parts
         try:
-            for file in files:
-                file.touch()
-            with self._opened_at(self.journal.counts) as self._files:
-                for file in self._files:
-                    file.seek(0, io.SEEK_END)
+            with contextlib.ExitStack() as stack:
+                for i, path in enumerate(self._data):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    if is_new:  # other files, because others may be trained on
+                        path.unlink(missing_ok=True)
+                    self._files[i] = stack.enter_context(path.open("ab"))
                 yield
         finally:
-            if not self._path.with_suffix(".json").exists():  # nothing is complete
-                for file in files:
-                    file.unlink(missing_ok=True)
+            if self._path and not self._path.with_suffix(".json").exists():  # nothing is complete
+                for path in self._data:
+                    path.unlink(missing_ok=True)
 
     def is_full(self, part: int) -> bool:
         """Whether there are all ids for training (0) or validation (1) that are wanted."""
@@ -256,10 +246,10 @@ class _Store:
         if self._path is None:
             train, validation = (np.frombuffer(x.getbuffer(), self._dtype) for x in self._files)
             return train, validation.astype(np.int32)
-        validation = np.fromfile(self._path.with_suffix(".validation"), self._dtype)
+        validation = np.fromfile(self._data[1], self._dtype)
         if not n_train:  # an empty file cannot be mapped
             return np.zeros(0, self._dtype), validation.astype(np.int32)
-        train = np.memmap(self._path.with_suffix(".train"), self._dtype, mode="r", shape=(n_train,))
+        train = np.memmap(self._data[0], self._dtype, mode="r", shape=(n_train,))
         if hasattr(mmap, "MADV_RANDOM"):  # read at random: without read-ahead
             train._mmap.madvise(mmap.MADV_RANDOM)  # pyright: ignore[reportAttributeAccessIssue]
         return train, validation.astype(np.int32)

@@ -99,6 +99,23 @@ def test_another_text_or_tokenizer_is_noticed_and_damage_is_mended(tmp_path, cap
     np.testing.assert_array_equal(encode(TEXT, ByteTokenizer()).train, expected.train)
 
 
+@pytest.mark.parametrize("content", ["{", '{"counts": [3, 3]}', '{"is_finished": true}'])
+def test_files_that_another_process_trains_on_are_left_as_they_are(content, tmp_path):
+    """The journal is damaged, and a new process encodes the text again."""
+    first = split_corpus(text_corpus(TEXT), ByteTokenizer(), folder=tmp_path, in_memory=0)
+    (journal,) = tmp_path.glob("*.json")
+    journal.write_text(content)
+    again = split_corpus(text_corpus(TEXT), ByteTokenizer(), folder=tmp_path, in_memory=0)
+    np.testing.assert_array_equal(again.train, first.train)
+    assert bytes(first.train.tolist()).decode() == TEXT[: len(first.train)]
+    (path,) = tmp_path.glob("*.train")
+    before, after = first.train, again.train
+    assert isinstance(before, np.memmap)
+    path.write_bytes(b"\0" * path.stat().st_size)
+    assert not np.any(after)
+    assert np.all(before)
+
+
 def test_ids_of_another_version_are_not_used(tmp_path, monkeypatch, capsys):
     for module, name in ((tokens, "ENCODING"), (tiktoken, "__version__")):
         split_corpus(text_corpus(TEXT), ByteTokenizer(), folder=tmp_path, in_memory=0)
