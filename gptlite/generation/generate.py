@@ -327,10 +327,10 @@ def _drop_first_half(
 
 @eqx.filter_jit(donate="all-except-first")
 def _choose(
-    kept: tuple[Bool[Array | np.ndarray, " batch"], GenerationState], old: GenerationState
+    replacement: tuple[Bool[Array | np.ndarray, " batch"], GenerationState], old: GenerationState
 ) -> GenerationState:
     """The caches of another state in the rows that are full, and all else of `old`."""
-    full, new = kept
+    full, new = replacement
 
     def choose(new, old):
         return jnp.where(full.reshape(-1, *(1,) * (old.ndim - 1)), new, old)

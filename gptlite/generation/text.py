@@ -102,13 +102,13 @@ class TextStream:
             return ""
         text = self._held + text
         # By their ends, so that the result does not depend on how the text is cut into pieces.
-        found = [
+        stops = [
             (place + len(stop), place) for stop in self._stop if (place := text.find(stop)) >= 0
         ]
-        if found:
+        if stops:
             self.stopped = True
             self._held = ""
-            _, place = min(found)
+            _, place = min(stops)
             return text[:place]
         held = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - held :]

@@ -136,13 +136,14 @@ def _mlp(kind: Any, activation: Callable) -> Callable[..., Any]:
 def _moe(config, options: MoEOptions, *, key):
     std, down_std = init_stds(config)
     d_expert = max(1, config.d_hidden // options.experts_per_token)
-    more = dataclasses.asdict(options)
-    return MoE(config.d_model, d_expert, **more, std=std, down_std=down_std, key=key)
+    stds = {"std": std, "down_std": down_std}
+    return MoE(config.d_model, d_expert, **dataclasses.asdict(options), **stds, key=key)
 
 
 def _relative(config, options: RelativeOptions, *, causal=True, key):
-    more = dataclasses.asdict(options)
-    return RelativeBias(config.n_heads, **more, bidirectional=not causal, key=key)
+    return RelativeBias(
+        config.n_heads, **dataclasses.asdict(options), bidirectional=not causal, key=key
+    )
 
 
 def _rotary(config, options: RotaryOptions, *, causal=True, key):
@@ -191,21 +192,21 @@ TABLES: dict[str, dict[str, Callable[..., Any]]] = {
 }
 
 
-def make_part(field: str, config: ModelConfig, key: PRNGKeyArray, **more: Any) -> Any:
-    """The part that `config.FIELD` describes. `more` are further arguments.
+def make_part(field: str, config: ModelConfig, key: PRNGKeyArray, **arguments: Any) -> Any:
+    """The part that `config.FIELD` describes. `arguments`: `causal`, for an attention or a block.
 
     **Raises:** `UserError` if there is no such part, it does not have the options given, or it is
     for an encoder and does not take `causal`.
     """
-    make, arguments = find_part(field, config)
+    make, options = find_part(field, config)
     if "causal" not in inspect.signature(make).parameters:
-        causal = more.pop("causal", True)
+        causal = arguments.pop("causal", True)
         require(
             causal,
             f"{getattr(config, field)} must take causal=, to serve in an encoder, where every "
             "token sees every other: causal is False there, and True in a decoder.",
         )
-    return make(config, **arguments, **more, key=key)
+    return make(config, **options, **arguments, key=key)
 
 
 def find_part(field: str, config: ModelConfig) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -214,10 +215,10 @@ def find_part(field: str, config: ModelConfig) -> tuple[Callable[..., Any], dict
     **Raises:** `UserError` if there is no such part, or it does not take the options given.
     """
     value = getattr(config, field)
-    name, given = split_options(value)
+    name, texts = split_options(value)
     label = f"model.{field} {name}"
     if isinstance(value, CustomBlock):
-        return value.block, parse_options(label, value.block, given)
+        return value.block, parse_options(label, value.block, texts)
     make = TABLES[field].get(name)
     if make is None:
         raise UserError(
@@ -226,8 +227,8 @@ def find_part(field: str, config: ModelConfig) -> tuple[Callable[..., Any], dict
         )
     kind = inspect.signature(make).parameters.get("options")
     if kind is None:
-        return make, parse_options(label, lambda: None, given)
-    return make, {"options": kind.annotation(**parse_options(label, kind.annotation, given))}
+        return make, parse_options(label, lambda: None, texts)
+    return make, {"options": kind.annotation(**parse_options(label, kind.annotation, texts))}
 
 
 def embedding_std(config: ModelConfig) -> float:

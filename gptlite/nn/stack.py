@@ -52,9 +52,9 @@ class Layers(eqx.Module):
         new_caches, aux_loss = [], jnp.zeros(())
         for i, block in enumerate(self.blocks):
             cache = None if caches is None else caches[i]
-            x, cache, more = _run(block, x, cache, context, keys[i])
+            x, cache, layer_loss = _run(block, x, cache, context, keys[i])
             new_caches.append(cache)
-            aux_loss += more
+            aux_loss += layer_loss
         return x, None if caches is None else tuple(new_caches), aux_loss
 
 

@@ -286,8 +286,8 @@ class TrainSteps:
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """The mean loss and the auxiliary loss of one part of a device's rows."""
         smoothing = self.training.label_smoothing
-        found = self._loss_fn(model, batch, label_smoothing=smoothing, key=key)
-        if not isinstance(found, tuple):
+        result = self._loss_fn(model, batch, label_smoothing=smoothing, key=key)
+        if not isinstance(result, tuple):
             experts = jax.tree.leaves(model, is_leaf=lambda node: hasattr(node, "aux_loss"))
             if any(hasattr(node, "aux_loss") for node in experts):
                 raise UserError(
@@ -295,8 +295,8 @@ class TrainSteps:
                     "losses and the auxiliary loss of model.with_aux_loss(...) (of an encoder: "
                     "model.hidden(...))."
                 )
-            found = found, jnp.zeros(())
-        losses, aux_loss = found
+            result = result, jnp.zeros(())
+        losses, aux_loss = result
         if self._loss_mask is None:
             return jnp.mean(losses), aux_loss
         mask = self._loss_mask(batch)

@@ -14,8 +14,8 @@ class Recomputed(eqx.Module):
 
     recomputed: Any
 
-    def __call__(self, *inputs: Any, **more: Any) -> Any:
-        def run(module, *inputs, **more):
-            return module(*inputs, **more)
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        def run(module, *inputs, **options):
+            return module(*inputs, **options)
 
-        return eqx.filter_checkpoint(run, prevent_cse=False)(self.recomputed, *inputs, **more)
+        return eqx.filter_checkpoint(run, prevent_cse=False)(self.recomputed, *inputs, **options)
