@@ -136,8 +136,14 @@ def _mlp(kind: Any, activation: Callable) -> Callable[..., Any]:
 def _moe(config, options: MoEOptions, *, key):
     std, down_std = init_stds(config)
     d_expert = max(1, config.d_hidden // options.experts_per_token)
-    stds = {"std": std, "down_std": down_std}
-    return MoE(config.d_model, d_expert, **dataclasses.asdict(options), **stds, key=key)
+    return MoE(
+        config.d_model,
+        d_expert,
+        **dataclasses.asdict(options),
+        std=std,
+        down_std=down_std,
+        key=key,
+    )
 
 
 def _relative(config, options: RelativeOptions, *, causal=True, key):
