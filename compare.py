@@ -28,6 +28,7 @@ def compare(parsed: tuple[CompareArguments, dict[str, Config]]) -> None:
     from gptlite.research.comparison import Comparison
     from gptlite.research.report import table, to_csv
     from gptlite.runs.corpora import load_corpus, require_documents
+    from gptlite.runs.model import separator_of
     from gptlite.runs.plots import save_picture
     from gptlite.runs.tokenizers import make_tokenizer
     from gptlite.text.tokens import split_corpus
@@ -44,8 +45,10 @@ def compare(parsed: tuple[CompareArguments, dict[str, Config]]) -> None:
     # One text for all.
     corpus = load_corpus(data.corpus)
     tokenizer = make_tokenizer(data.tokenizer, corpus)
-    if any(config.model.separate_documents for config in variants.values()):
-        require_documents(corpus)
+    for config in variants.values():
+        if config.model.separate_documents:
+            require_documents(corpus)
+            separator_of(config.model, tokenizer)  # or an error
     split = split_corpus(corpus, tokenizer, data.validation_tokens, data.max_tokens)
     for custom in {
         shlex.join(custom_arguments(config.model)): None for config in variants.values()

@@ -8,13 +8,13 @@ def train(arguments: gl.TrainArguments) -> None:
         config, training = run.config, run.config.training
         context_length = config.model.context_length
 
-        # Text: ids for training, and for validation.
-        data = config.data
-        split = gl.split_corpus(run.corpus, run.tokenizer, data.validation_tokens, data.max_tokens)
-
         # Model: the shapes of its arrays, and which of them are trained.
         model = gl.abstract_model(config.model, run.tokenizer)
         trained = gl.trainable(config, model)
+
+        # Text: ids for training, and for validation.
+        data = config.data
+        split = gl.split_corpus(run.corpus, run.tokenizer, data.validation_tokens, data.max_tokens)
 
         # Update: from a batch to new parameters, on all devices. (Each of several processes reads
         # its own rows of a batch.)

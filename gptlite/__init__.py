@@ -13,12 +13,13 @@ import lazy_loader
 from gptlite.machine import typecheck as typecheck
 
 # Not gptlite.config: it has its own error messages, and must import quickly. Not what is called for
-# every token outside of compiled programs: a check takes 25 microseconds.
+# every token or document outside of compiled programs: a check takes 25 microseconds.
 jaxtyping.install_import_hook(
     [
         f"gptlite.{package}"
         for package in (
-            "text",
+            "text.batches",
+            "text.tokenizer",
             "nn",
             "models",
             "inspect",

@@ -20,7 +20,7 @@ from gptlite.custom import with_custom
 from gptlite.errors import UserError, require
 from gptlite.machine.fields import MAX_INT32, Between, changed, check_fields, free
 from gptlite.machine.files import check_folder_name
-from gptlite.machine.names import split_options
+from gptlite.machine.names import CUSTOM_FIELDS, CustomBlock, split_options
 from gptlite.machine.processes import DistributedConfig
 from gptlite.machine.progress import print_error, printable, sentence_of
 from gptlite.presets import PRESETS
@@ -356,7 +356,9 @@ def check_start(
     """**Raises:** `UserError` if a run with `config` cannot be `resume`d, or begun from the model
     `init_from`, because these have settled otherwise."""
     if resume is not None:
-        saved = with_custom(load_config(find_run(resume) / "config.json"), custom, read=True)
+        classes = [getattr(config.model, name) for name in CUSTOM_FIELDS]
+        sources = [*custom, *(x.block for x in classes if isinstance(x, CustomBlock))]
+        saved = with_custom(load_config(find_run(resume) / "config.json"), sources, read=True)
         wrong = "; ".join(changed(saved, config, "resume"))
         require(not wrong, f"These may not change on --resume: {wrong}.")
     elif init_from is not None:

@@ -176,7 +176,7 @@ def load_custom(config: ModelConfig) -> ModelConfig:
             block = load_class(name)
         try:
             inspect.signature(block).bind(config, key=None)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:  # ValueError: a class that is built in
             raise UserError(
                 f"{name} must be built from (config, *, key), with a ModelConfig: {error}."
             ) from error

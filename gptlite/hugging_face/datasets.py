@@ -60,11 +60,15 @@ def open_dataset(name: str) -> Corpus:
             f"{', '.join(texts) or 'none'}."
         )
 
+    reading = rows
+
     def read(state: Any) -> Iterator[str]:
+        nonlocal reading
         try:
+            reading = _streaming(builder)[split]  # another one, at its beginning
             if state is not None:
-                rows.load_state_dict(state)
-            found = (text for row in rows if (text := row[column]))
+                reading.load_state_dict(state)
+            found = (text for row in reading if (text := row[column]))
             if not is_text:
                 yield from found
             while is_text and (part := "".join(itertools.islice(found, LINES))):
@@ -76,7 +80,7 @@ def open_dataset(name: str) -> Corpus:
 
     # The hash changes with the files, or with the dataset's revision.
     version = f"{name} {builder.config_id} {builder.hash}"
-    return Corpus(name, version, read, rows.state_dict, is_text=is_text)
+    return Corpus(name, version, read, lambda: reading.state_dict(), is_text=is_text)
 
 
 def _streaming(builder: Any) -> Any:

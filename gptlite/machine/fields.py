@@ -44,6 +44,17 @@ class Between(Rule):
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of a block, which keep to their annotations.
+
+    **Raises:** `UserError` if they do not.
+    """
+
+    def __post_init__(self):
+        check_fields(f"{type(self).__name__}.", self)
+
+
 # How many of something there are, and what keeps a division from being one by zero.
 Count = Annotated[int, Between(1, 10_000_000)]
 Epsilon = Annotated[float, Between(0.0, 1.0, above=True)]

@@ -35,8 +35,8 @@ def require_memory(what: str, needed: int) -> None:
 
 def check_cache_memory(model: Any, batch: int, capacity: int, part: int, copied: int) -> None:
     """**Raises:** `UserError` if memory is too small to generate with a `GPT`: for the caches of
-    `batch` texts, the scores of `part` tokens in
-    one layer, and a copy of `copied` bytes of the model."""
+    `batch` texts, the scores of `part` tokens in one layer, and a copy of `copied` bytes of the
+    model."""
     import equinox as eqx
 
     from gptlite.machine.pytrees import size_of

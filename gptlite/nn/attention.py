@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
-from gptlite.machine.fields import Count, Epsilon
+from gptlite.machine.fields import Count, Epsilon, Options
 from gptlite.nn.cache import KVCache
 from gptlite.nn.context import WHOLE_SEQUENCE, Context, PerSequence
 from gptlite.nn.dot_product import Keys, Queries, attend, causal_mask
@@ -25,7 +25,7 @@ from gptlite.sharding import constrain, targets_cpu
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionOptions:
+class AttentionOptions(Options):
     """The options of attention, beside the fields that all models have."""
 
     qkv_bias: bool = False

@@ -79,7 +79,7 @@ class Block(eqx.Module):
     ) -> tuple[Float[Array, "*batch seq d_model"], Any, Float[Array, ""]]:
         """The output, the cache with `x` added (None without a cache), and the auxiliary loss.
         `key` switches dropout on."""
-        keys = split_key(key, 5)  # two are for a branch between these
+        keys = split_key(key, 5)  # two are for a decoder's cross-attention
         x, cache = self._add_attention(x, cache, context, keys[0], keys[1])
         x, aux_loss = self._add_mlp(x, context, keys[4])
         return x, cache, aux_loss

@@ -10,12 +10,12 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from gptlite.machine.fields import Epsilon
+from gptlite.machine.fields import Epsilon, Options
 from gptlite.nn.kernels.norms import normalise
 
 
 @dataclass(frozen=True, kw_only=True)
-class RMSNormOptions:
+class RMSNormOptions(Options):
     """The options of `RMSNorm`."""
 
     eps: Epsilon = 1e-6
@@ -39,7 +39,7 @@ class RMSNorm(eqx.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerNormOptions:
+class LayerNormOptions(Options):
     """The options of `LayerNorm`."""
 
     eps: Epsilon = 1e-5

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from gptlite.errors import require
-from gptlite.machine.fields import Between, Count
+from gptlite.machine.fields import Between, Count, Options
 from gptlite.nn.context import Start
 from gptlite.nn.kernels.sums import add_to_each
 
@@ -60,7 +60,7 @@ class Learned(eqx.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RotaryOptions:
+class RotaryOptions(Options):
     """The options of `Rotary`. A `factor` above 1 is Llama 3.1's scaling, for contexts that are
     longer than those of the training before: pairs with a wavelength of more than
     `original_context / low_frequency` tokens turn `factor` times slower, those of less than
@@ -78,6 +78,7 @@ class RotaryOptions:
     original_context: Count = 8192
 
     def __post_init__(self):
+        super().__post_init__()
         require(
             self.low_frequency < self.high_frequency,
             "low_frequency in model.positions rotary must be below high_frequency, got "

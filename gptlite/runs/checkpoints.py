@@ -51,7 +51,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     position: Position
     seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_NUMBER)]
     """Wall-clock time of all processes that trained the run."""
-    last: dict[str, int | Number | None]
+    last: dict[str, Annotated[int, msgspec.Meta(ge=0, le=2**62)] | Number | None]
     """The last line of metrics."""
     corpus_sha256: str
     frozen_sha256: str
@@ -198,6 +198,8 @@ class Checkpoints:
                 raise UserError(f"The checkpoint {path} is damaged: its digest does not match.")
             try:
                 record = msgspec.convert(fields, Record)
+                if msgspec.to_builtins(record) != fields:
+                    raise ValueError("it has fields that are unknown")
             except ValueError as error:
                 raise UserError(f"The checkpoint {path} is damaged: {error}.") from error
         if record.position.step != step:

@@ -11,23 +11,32 @@ from gptlite.models.gpt import GPT
 from gptlite.text.tokenizer import Tokenizer
 
 
+def separator_of(config: ModelConfig, tokenizer: Tokenizer) -> int | None:
+    """The token that begins a document, if documents are to be separate.
+
+    **Raises:** `UserError` if the tokenizer has none.
+    """
+    if not config.separate_documents:
+        return None
+    require(
+        bool(tokenizer.end_ids),
+        "model.separate_documents needs a tokenizer with an end-of-text token, such as bpe:4096 or "
+        f"tiktoken:gpt2, got one without ({type(tokenizer).__name__}).",
+    )
+    return tokenizer.end_ids[0]
+
+
 def make_model(config: ModelConfig, tokenizer: Tokenizer, *, key: PRNGKeyArray) -> GPT:
     """A `GPT` for the ids of `tokenizer`.
 
     **Raises:** `UserError` if documents are to be separate, and the tokenizer has no end-of-text
     token.
     """
-    ends = tokenizer.end_ids if config.separate_documents else ()
-    require(
-        bool(ends) or not config.separate_documents,
-        "model.separate_documents needs a tokenizer with an end-of-text token, such as bpe:4096 or "
-        f"tiktoken:gpt2, got one without ({type(tokenizer).__name__}).",
-    )
     model = GPT(
         config,
         tokenizer.vocab_size,
         padded_vocab_size=tokenizer.padded_vocab_size,
-        separator=ends[0] if ends else None,
+        separator=separator_of(config, tokenizer),
         key=key,
     )
     if config.lora is None:

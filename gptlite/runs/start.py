@@ -46,7 +46,7 @@ from gptlite.runs.find import check_free, find_run, new_run
 from gptlite.runs.folder import RunFolder
 from gptlite.runs.frozen import frozen_in
 from gptlite.runs.load import load
-from gptlite.runs.model import make_model
+from gptlite.runs.model import make_model, separator_of
 from gptlite.runs.plots import losses, save_picture
 from gptlite.runs.run import Run
 from gptlite.runs.tokenizers import load_tokenizer, make_tokenizer
@@ -128,7 +128,7 @@ class BegunFrom(New):
             given = with_adapters(given, parse_lora(config.lora), key=key)
         state = steps.init(fill(model, named_arrays(given), f"The weights of {self._name}"))
         del given
-        loss = float(Evaluation(split.validation, config.context_length, steps.mesh)(state.model))
+        loss = Evaluation(split.validation, config.context_length, steps.mesh)(state.model)
         log(
             f"starting from the weights of {self._name}: validation loss {loss:.4f} nats per token "
             f"({bits_per_byte(loss, split):.4f} bits per byte)"
@@ -203,6 +203,7 @@ def start_run(arguments: TrainArguments) -> Iterator["TrainingRun"]:
             start = New(arguments, config, corpus)
         if config.model.separate_documents:
             require_documents(corpus)
+            separator_of(config.model, start.tokenizer)  # or an error
         check_tensor(mesh_shape(config.mesh, jax.device_count())[2], config.model)
         yield TrainingRun(config, corpus, start, folder, stack, trackers, setting_up)
 

@@ -28,7 +28,7 @@ class Corpus:
     """A text, or documents."""
 
     name: str
-    """The name by which `load_corpus` loads it."""
+    """For messages; `load_corpus` loads what `--data.corpus` names by it."""
     version: str
     """Changes with the content. Of a text: the sha256 of its UTF-8 bytes."""
     read: Callable[[Any], Iterator[str]] = field(repr=False, compare=False)

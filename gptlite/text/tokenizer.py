@@ -6,7 +6,6 @@ Its JSON holds the whole vocabulary, so a run never downloads it again.
 
 import base64
 import re
-from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -101,18 +100,6 @@ class Decoding:
     def decode(self: Tokenizer, ids: Integer[Array | np.ndarray, " tokens"]) -> str:
         content = map(self.token_bytes, np.asarray(ids).tolist())
         return b"".join(content).decode("utf-8", errors="replace")
-
-
-def encode_pieces(tokenizer: Tokenizer, pieces: Iterator[str]) -> Iterator[Ids]:
-    """The ids of a text in pieces; pieces are joined and cut where their tokens allow it."""
-    rest = ""
-    for piece in pieces:
-        if cut := tokenizer.boundary(rest):
-            yield tokenizer.encode(rest[:cut])
-            rest = rest[cut:]
-        rest += piece
-    if rest:
-        yield tokenizer.encode(rest)
 
 
 class CharTokenizer(Decoding):

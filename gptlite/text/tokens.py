@@ -23,7 +23,7 @@ from gptlite.machine.files import lock_patiently
 from gptlite.machine.progress import log, progress_bar
 from gptlite.machine.records import read_record, write_record
 from gptlite.text.corpus import DATA_FOLDER, Corpus
-from gptlite.text.tokenizer import Ids, Tokenizer, encode_pieces
+from gptlite.text.tokenizer import Ids, Tokenizer
 
 # Characters up to which a text is kept in memory: at most 64 MB of ids.
 IN_MEMORY = 2**24
@@ -65,7 +65,7 @@ def split_corpus(
 
     All but a text of at most `in_memory` characters is encoded piece by piece into files in
     `folder`. Their name is made of the checksums of text and tokenizer, so that it is encoded only
-    once. The encoding of a dataset that was interrupted goes on where it was.
+    once. If it is interrupted, it goes on where it was, if the corpus can: see `Corpus.state`.
 
     `validation_tokens`: for validation, the first so many. Further documents are for training. (Of
     fewer than ten documents, the last tenth of the ids is for validation.)
@@ -93,7 +93,7 @@ def split_corpus(
         except OSError as error:
             message = f"The ids of {corpus.name} cannot be kept in {folder}: {error}."
             raise UserError(message) from error
-    train, validation = store.ids()
+    sums, (train, validation) = store.journal.sha256, store.ids()
     require(not is_dataset or len(train) > 1, f"{corpus.name} is empty.")
     if is_dataset and len(validation) < 2:  # fewer than ten documents
         cut = int(0.9 * len(train))
@@ -103,9 +103,21 @@ def split_corpus(
         train[:max_tokens],
         validation,
         int(lengths[validation[1:]].sum()),
-        "-".join(store.journal.sha256) if is_dataset else corpus.version,
+        hashlib.sha256("".join(sums).encode("ascii")).hexdigest() if is_dataset else corpus.version,
         store.journal.characters,
     )
+
+
+def encode_pieces(tokenizer: Tokenizer, pieces: Iterator[str]) -> Iterator[Ids]:
+    """The ids of a text in pieces; pieces are joined and cut where their tokens allow it."""
+    rest = ""
+    for piece in pieces:
+        if cut := tokenizer.boundary(rest):
+            yield tokenizer.encode(rest[:cut])
+            rest = rest[cut:]
+        rest += piece
+    if rest:
+        yield tokenizer.encode(rest)
 
 
 def _encode(corpus: Corpus, tokenizer: Tokenizer, store: "_Store") -> None:
@@ -134,30 +146,32 @@ def _encode(corpus: Corpus, tokenizer: Tokenizer, store: "_Store") -> None:
             journal.parts += 1
             if is_dataset and store.is_full(0) and journal.counts[1] > 1:
                 break
-            if store.n_pending >= SEGMENT:
-                store.commit(corpus.state())
+            if store.n_pending >= SEGMENT and (state := corpus.state()) is not None:
+                store.commit(state)
         store.commit(None, is_finished=True)
 
 
 def _end_of_document(tokenizer: Tokenizer) -> Ids:
     """The end of a text, or the end of a line if the tokenizer has no such token."""
-    ends = tokenizer.end_ids
-    return np.array(ends[:1], np.int32) if ends else tokenizer.encode("\n")
+    try:
+        return np.array(tokenizer.end_ids[:1] or tokenizer.encode("\n"), np.int32)
+    except UserError as error:
+        raise UserError(f"A line's end is put after each document. {error}") from error
 
 
-Count = Annotated[int, msgspec.Meta(ge=0)]
+Size = Annotated[int, msgspec.Meta(ge=0)]
 Two = msgspec.Meta(min_length=2, max_length=2)
 
 
 class _Journal(msgspec.Struct):
     """How much of a store is complete."""
 
-    counts: Annotated[list[Count], Two] = msgspec.field(default_factory=lambda: [0, 0])
+    counts: Annotated[list[Size], Two] = msgspec.field(default_factory=lambda: [0, 0])
     """Ids for training, and for validation."""
     sha256: Annotated[list[str], Two] = msgspec.field(default_factory=lambda: ["", ""])
     """Their checksums."""
-    parts: Count = 0
-    characters: Count = 0
+    parts: Size = 0
+    characters: Size = 0
     state: Any = None
     """Where the encoding goes on, if it is not finished: see `Corpus.state`."""
     is_finished: bool = False
@@ -245,7 +259,7 @@ class _Store:
         n_train = self.journal.counts[0]
         if self._path is None:
             train, validation = (np.frombuffer(x.getbuffer(), self._dtype) for x in self._files)
-            return train, validation.astype(np.int32)
+            return train.astype(np.int32), validation.astype(np.int32)
         validation = np.fromfile(self._data[1], self._dtype)
         if not n_train:  # an empty file cannot be mapped
             return np.zeros(0, self._dtype), validation.astype(np.int32)

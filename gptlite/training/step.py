@@ -75,8 +75,8 @@ class TrainSteps:
           over the whole batch is minimised. `batch` may be a device's part of it, or less: then the
           result is the same if each row's losses depend on that row alone, and the first axis of
           what `key` draws is the rows. For losses that compare rows, use one device and
-          `training.accumulation` 1. For mixtures of experts, a pair: the losses, and the auxiliary
-          loss, which is added to the mean.
+          `training.accumulation` 1. Or a pair: the losses, and a second loss that is added to the
+          mean (of mixtures of experts, `aux_loss`) and is not in the metrics.
         - `loss_mask(batch)`: of the same shape, False where a loss does not count. Default: all do.
         - `trainable`: which parameters are trained, as a filter for `eqx.partition`. Default: all.
 

@@ -240,6 +240,21 @@ def test_one_that_is_stopped_goes_on_after_its_last_segment(tmp_path, monkeypatc
     assert not tokenizer.texts
 
 
+def test_a_corpus_that_went_on_in_the_middle_is_read_from_its_beginning_again(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tokens, "SEGMENT", 200)
+    found = write_dataset(tmp_path / "a.jsonl")
+    whole = split_corpus(found, ByteTokenizer(), folder=tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        split_corpus(found, Counting(17), folder=tmp_path / "ids")
+    again = write_dataset(tmp_path / "a.jsonl")
+    assert_same(split_corpus(again, ByteTokenizer(), folder=tmp_path / "ids"), whole)
+    other = split_corpus(again, ByteTokenizer(), 20, folder=tmp_path / "ids")
+    assert text_of(other.train).startswith(TEXTS[0])
+    assert list(again.read(None)) == TEXTS
+
+
 def assert_same(a: Split, b: Split) -> None:
     np.testing.assert_array_equal(a.train, b.train)
     np.testing.assert_array_equal(a.validation, b.validation)

@@ -20,8 +20,8 @@ from gptlite.text.tokenizer import (
     ByteTokenizer,
     TiktokenTokenizer,
     Tokenizer,
-    encode_pieces,
 )
+from gptlite.text.tokens import encode_pieces
 
 CHAR = make_tokenizer("char", text_corpus(TEXT + "é🙂\r\n"))
 OWN = TiktokenTokenizer(own_encoding())

@@ -45,9 +45,9 @@ def test_a_table_is_compared_to_its_last_number():
     ("file", "old", "new", "changed"),
     [
         (
-            "gptlite/models/build.py",
-            "def _rms_norm(config, *, eps: Epsilon = 1e-6",
-            "def _rms_norm(config, *, eps: Epsilon = 2e-6",
+            "gptlite/nn/norms.py",
+            "eps: Epsilon = 1e-6",
+            "eps: Epsilon = 2e-6",
             ["decode-1", "decode-4", "prefill-1", "prefill-4", "train"],
         ),
         (

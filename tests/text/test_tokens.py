@@ -20,8 +20,8 @@ from gptlite.machine import files as files_module
 from gptlite.runs.tokenizers import make_tokenizer
 from gptlite.text import tokens
 from gptlite.text.corpus import Corpus, text_corpus
-from gptlite.text.tokenizer import ByteTokenizer, TiktokenTokenizer, encode_pieces
-from gptlite.text.tokens import split_corpus
+from gptlite.text.tokenizer import ByteTokenizer, TiktokenTokenizer
+from gptlite.text.tokens import encode_pieces, split_corpus
 
 
 def in_pieces(text: str, length: int) -> Corpus:

@@ -20,7 +20,8 @@ def last_kept(
     top_p: Float[Array, "batch 1"],
 ) -> tuple[Float[Array, "batch 1"], Int[Array, "batch 1"]]:
     """The logit and the id of the last token that top-k and top-p keep. The logits are at most 0. A
-    `top_k` of the vocabulary or more, and a `top_p` above 1, keep all: then the logit is -inf."""
+    `top_k` of the vocabulary or more, and a `top_p` above 1, keep all: then the logit is the
+    least, or -inf."""
     vocab, few = logits.shape[-1], min(FEW, logits.shape[-1])
     kept, last, last_id = _rank(logits, top_k, top_p, few)
     if few == vocab:

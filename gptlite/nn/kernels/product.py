@@ -1,4 +1,5 @@
-"""The matrix product that linear layers and attention share, with a backward pass of its own."""
+"""The matrix product that linear layers and attention share, with a backward pass of its own. The
+reference: `a @ b.T`."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Random numbers for some rows of a batch, equal to those that one draw for all rows gives them."""
+"""Random numbers for some rows of a batch. The reference: the rows of one draw for all."""
 
 import math
 

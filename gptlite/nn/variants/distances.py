@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from gptlite.errors import UserError
-from gptlite.machine.fields import Between, Count
+from gptlite.machine.fields import Between, Count, Options
 from gptlite.nn.context import Start
 from gptlite.nn.embedding import Embedding
 from gptlite.nn.positions import token_positions
@@ -36,7 +36,7 @@ class ALiBi(eqx.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RelativeOptions:
+class RelativeOptions(Options):
     """The options of `RelativeBias`."""
 
     buckets: Annotated[int, Between(2, 10_000)] = 32

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from gptlite.machine.fields import Between
+from gptlite.machine.fields import Between, Options
 from gptlite.nn.context import PerSequence
 from gptlite.nn.dtypes import widen
 from gptlite.nn.linear import Linear
@@ -18,7 +18,7 @@ from gptlite.nn.mlp import relu2
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoEOptions:
+class MoEOptions(Options):
     """The options of `MoE`.
 
     **Raises:** `UserError` if there are fewer experts than a token has.
@@ -29,6 +29,7 @@ class MoEOptions:
     balance_loss: Annotated[float, Between(0.0)] = 0.01
 
     def __post_init__(self):
+        super().__post_init__()
         within = Between(1, self.n_experts)
         within.check("experts_per_token in model.mlp moe", self.experts_per_token)
 
