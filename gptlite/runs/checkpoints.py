@@ -31,7 +31,7 @@ from jaxtyping import Array, UInt32
 
 from gptlite.errors import UserError, require
 from gptlite.machine.files import MAX_NUMBER
-from gptlite.machine.mesh import whole
+from gptlite.machine.mesh import is_on_cpu, whole
 from gptlite.machine.processes import RESUME, publish
 from gptlite.machine.records import Number
 from gptlite.runs.weights import check_shapes, fill, named_leaves
@@ -259,8 +259,13 @@ def digest(arrays: dict[str, Array], sums: dict[str, np.ndarray], fields: dict[s
 def survey(arrays: dict[str, Array]) -> dict[str, np.ndarray]:
     """For each array, whether a number in it is NaN, and two checksums, computed where its parts
     are. They do not depend on how the array is cut."""
-    # All are started before the first is waited for.
-    found = {name: _survey(array) for name, array in arrays.items()}
+    found = {}
+    for name, array in arrays.items():
+        found[name] = _survey(array)
+        # Elsewhere, all are started before the first is waited for. Devices of a CPU may take two
+        # programs in another order, and then wait for each other until XLA ends the process.
+        if is_on_cpu(array):
+            jax.block_until_ready(found[name])
     return {name: whole(numbers) for name, numbers in found.items()}
 
 
