@@ -162,6 +162,10 @@ def test_in_python_a_config_takes_a_class():
     copied = copy.deepcopy(dataclasses.replace(config, dropout=0.1)).mlp
     assert isinstance(copied, CustomBlock)
     assert (copied, copied.block) == (config.mlp, Third)
+    again = CustomBlock(copied, type("Third", (eqx.Module,), {}))  # as a cell that is run twice
+    assert again != copied
+    assert not again == copied  # noqa: SIM201 - `==` has a method of its own
+    assert copied == str(copied) == again
     model: Any = GPT(config, VOCAB, key=jax.random.key(0))
     assert type(model.norm) is type(model.stack.blocks.mlp_residual.norm) is Third
     assert model.stack.blocks.mlp.scale.shape == (1, 16)

@@ -135,6 +135,9 @@ class CustomBlock(str):
         same = not isinstance(other, CustomBlock) or self.block is other.block
         return str.__eq__(self, other) is True and same
 
+    def __ne__(self, other: object) -> bool:  # that of `str` compares the texts alone
+        return not self == other
+
     __hash__ = str.__hash__
 
     def __getnewargs__(self) -> Any:  # for `copy.deepcopy`
