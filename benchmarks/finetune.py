@@ -16,6 +16,8 @@ from pathlib import Path
 
 from common import print_table
 
+from gptlite.runs.find import checkpoint_of, list_steps
+
 ROOT = Path(__file__).resolve().parents[1]
 WAYS = {
     "all parameters": ["--optimizer.learning-rate", "1e-4"],
@@ -55,7 +57,7 @@ def main() -> None:
             "after",
             "training, s",
             "peak memory, MiB",
-            "saved, MB",
+            "a checkpoint, MB",
         ],
         rows,
     )
@@ -63,7 +65,7 @@ def main() -> None:
 
 def tune(words: list[str]) -> list[str]:
     """Numbers that are trained, bits per byte before and after, seconds of steps, memory of the
-    process, and megabytes of the weights that it saves."""
+    process, and megabytes of a checkpoint."""
     with tempfile.TemporaryDirectory() as name:
         command = [sys.executable, str(ROOT / "train.py"), *words, "--run", "tuned"]
         process = subprocess.Popen(command, cwd=name, stdout=subprocess.PIPE, text=True)
@@ -73,6 +75,7 @@ def tune(words: list[str]) -> list[str]:
         if status:
             sys.exit(f"{' '.join(command)} failed")
         run = Path(name) / "runs" / "tuned"
+        newest = checkpoint_of(run, list_steps(run)[0])
         last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
         result = json.loads((run / "result.json").read_text())
         (before,) = re.findall(r"\((\S+) bits per byte\)\n", said)[:1]
@@ -83,7 +86,7 @@ def tune(words: list[str]) -> list[str]:
             f"{result['val_bits_per_byte']:.4f}",
             f"{last['step_seconds']:.0f}",
             f"{used.ru_maxrss / 1024:,.0f}",
-            f"{(run / 'best.safetensors').stat().st_size / 1e6:,.1f}",
+            f"{sum(file.stat().st_size for file in newest.rglob('*')) / 1e6:,.1f}",
         ]
 
 

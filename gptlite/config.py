@@ -306,7 +306,7 @@ class TrainingConfig:
     A killed run loses the steps since the last checkpoint."""
 
     keep: Annotated[int, Between(1, MAX_INT32), Free("resume", "comparison")] = 2
-    """Keep this many of the newest checkpoints, and the best weights."""
+    """Keep this many of the newest checkpoints, and the best one."""
 
     freeze: str = ""
     """Parameters that stay as they are: patterns of their names, separated by commas, such as

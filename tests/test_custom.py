@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from conftest import TINY, VOCAB
 from jaxtyping import TypeCheckError
+from support.runs import save_checkpoint
 
 from gptlite.cli import parse_sample, parse_train
 from gptlite.config import Config, ModelConfig
@@ -34,7 +35,6 @@ from gptlite.nn import RMSNorm
 from gptlite.runs.load import load, load_run
 from gptlite.runs.saved_config import changed_sources, load_config, save_config
 from gptlite.runs.tokenizers import make_tokenizer
-from gptlite.runs.weights import Evaluated, named_arrays, save_weights
 
 SOURCE = """
 import pathlib
@@ -262,7 +262,7 @@ def run(file, tmp_path) -> Path:
     save_config(config, path / "config.json")
     (path / "custom" / file).write_text(SOURCE)
     write_json(path / "tokenizer.json", tokenizer.to_json())
-    save_weights(path / "best.safetensors", named_arrays(model), Evaluated(1, 2.0))
+    save_checkpoint(path, model)
     forget(file.removesuffix(".py"))
     Path("executed").unlink()
     return path

@@ -1,21 +1,18 @@
-"""Checkpoints, which Orbax writes while training continues.
+"""Checkpoints: what they hold, and reading them.
 
     checkpoints/STEP/state     every array of the training state
     checkpoints/STEP/record    everything else as JSON, with a digest of arrays and record
 
-Orbax renames a checkpoint to STEP only when it is complete, deletes old checkpoints, and removes
-what a killed process left.
+Orbax writes them (see saving.py), in the format of TensorStore, which reads them here: its import
+takes a hundredth of a second, and Orbax's half a second. The files may be a stranger's.
 """
 
 import contextlib
-import functools
 import hashlib
 import json
-import logging
 import os
 import re
-import sys
-import warnings
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,17 +26,25 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, UInt32
 
+from gptlite.config import MeshConfig
 from gptlite.errors import UserError, require
 from gptlite.machine.files import MAX_NUMBER
-from gptlite.machine.mesh import is_on_cpu, whole
-from gptlite.machine.processes import RESUME, publish
-from gptlite.machine.records import Number
-from gptlite.runs.weights import check_shapes, fill, named_leaves
+from gptlite.machine.mesh import is_on_cpu, mesh_shape, whole
+from gptlite.machine.pytrees import size_of
+from gptlite.machine.records import Natural, Number, read_record
+from gptlite.models.gpt import GPT
+from gptlite.runs.find import checkpoint_of, list_steps
+from gptlite.runs.frozen import FROZEN, read_frozen
+from gptlite.runs.weights import check_shapes, fill, named_leaves, require_room
 from gptlite.training.fit import Position
 from gptlite.training.step import TrainState
 
 # Prefix of the model's arrays in a training state.
 MODEL = "model."
+# No training state is so many times as large as its model: AdamW's is three times.
+STATES = 4
+# Bytes that a file of a checkpoint may have besides the arrays'.
+MAX_OTHER = 2**20
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,6 +61,8 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     corpus_sha256: str
     frozen_sha256: str
     """The checksum of the file of parameters that stay as they are; empty if there are none."""
+    parameters: Natural
+    """Numbers in the model, with those that are frozen."""
     devices: Annotated[str, msgspec.Meta(max_length=200)]
     """Number and kind of the devices, and the mesh where parameters are spread."""
 
@@ -82,169 +89,160 @@ class Checkpoint:
     record: Record
 
 
-class Checkpoints:
-    """The checkpoints of a run."""
+@dataclass(frozen=True)
+class Evaluated:
+    """A step, and the validation loss of the model then, in nats per token."""
 
-    def __init__(
-        self,
-        folder: Path,
-        keep: int | None = None,
-        before_commit: Callable[[], None] = lambda: None,
-    ):
-        """**Arguments:**
-
-        - `keep`: how many checkpoints to keep. Without it, checkpoints are only read.
-        - `before_commit`: called on Orbax's thread when a checkpoint is written, before it is
-          renamed to its step.
-        """
-        # Imported here: the import takes a second, which the first training step need not wait for.
-        import orbax.checkpoint as ocp
-
-        _silence_orbax()
-        self._ocp, self._folder = ocp, folder
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep,
-            create=keep is not None,
-            read_only=keep is None,
-            cleanup_tmp_directories=keep is not None,
-            async_options=ocp.AsyncOptions(post_finalization_callback=before_commit),
-        )
-        state = ocp.StandardCheckpointHandler()
-        save = state.async_save
-
-        async def async_save(directory: Any, *args: Any, **kwargs: Any) -> Any:
-            return [_Writing(x, folder) for x in await save(directory, *args, **kwargs) or ()]
-
-        state.async_save = async_save  # a subclass would need argument classes of its own
-        handlers = {"state": state, "record": ocp.JsonCheckpointHandler()}
-        with _as_user_error(folder, "opened"):
-            self._manager = ocp.CheckpointManager(
-                folder.absolute(), options=options, item_handlers=handlers
-            )
-
-    def save(
-        self,
-        state: TrainState,
-        record: Record,
-        is_frozen: Callable[[str], bool] = lambda name: False,
-    ) -> None:
-        """Start to write the checkpoint of `record.position.step`, without the parameters that are
-        frozen. `state` may change as soon as this returns.
-
-        **Raises:** `UserError` if a number in `state` is NaN, or this checkpoint or the one before
-        could not be written.
-        """
-        ocp, step = self._ocp, record.position.step
-        path = self._folder / str(step)
-        arrays = {
-            name: array
-            for name, array in named_leaves(state).items()
-            if not (name.startswith(MODEL) and is_frozen(name.removeprefix(MODEL)))
-        }
-        found = survey(arrays)
-        for name, (is_nan, *_) in found.items():
-            # Infinity is no mistake: a custom block may have a mask of -inf.
-            if is_nan:
-                raise UserError(f"The checkpoint {path} is not written: {name} is NaN.")
-        fields = msgspec.to_builtins(record)
-        items = ocp.args.Composite(
-            state=ocp.args.StandardSave(arrays),
-            record=ocp.args.JsonSave({**fields, "digest": digest(arrays, found, fields)}),
-        )
-        self.wait()
-        with _as_user_error(path, "written"):
-            if not self._manager.save(step, args=items):
-                raise ValueError(f"there is a checkpoint of step {self._manager.latest_step()}")
-
-    def restore(
-        self,
-        step: int,
-        abstract_state: TrainState,
-        frozen: Mapping[str, Array] = MappingProxyType({}),
-    ) -> Checkpoint:
-        """The checkpoint of `step`. Its arrays are sharded over devices as those of
-        `abstract_state` are. `frozen`: the model's arrays that are not in it, by name.
-
-        **Raises:** `UserError` if the checkpoint cannot be read or is damaged, or its arrays do not
-        have the names, shapes and dtypes of `abstract_state`, which is checked before any array is
-        read.
-        """
-        ocp, path = self._ocp, self._folder / str(step)
-        with _as_user_error(path, "read"):
-            found = self._manager.item_metadata(step)["state"].tree
-        others = {f"{MODEL}{name}": array for name, array in frozen.items()}
-        leaves = {x: leaf for x, leaf in named_leaves(abstract_state).items() if x not in others}
-        check_shapes(leaves, dict(found), f"The arrays of {path}")
-        for name, array in dict(found).items():
-            # A small file may hold a chunk that fills the memory when it is unpacked.
-            chunk = array.storage.chunk_shape
-            require(
-                all(0 < c <= max(n, 1) for c, n in zip(chunk, array.shape, strict=True)),
-                f"The checkpoint {path} is damaged: {name}, {list(array.shape)}, is in chunks of "
-                f"{list(chunk)}.",
-            )
-        shapes = {
-            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-            for name, x in leaves.items()
-        }
-        items = ocp.args.Composite(
-            state=ocp.args.StandardRestore(shapes), record=ocp.args.JsonRestore()
-        )
-        with _as_user_error(path, "read"):
-            restored = self._manager.restore(step, args=items)
-            fields: dict[str, Any] = dict(restored["record"])
-            wanted, arrays = fields.pop("digest"), dict(restored["state"])
-            if wanted != digest(arrays, survey(arrays), fields):
-                raise UserError(f"The checkpoint {path} is damaged: its digest does not match.")
-            try:
-                record = msgspec.convert(fields, Record)
-                if msgspec.to_builtins(record) != fields:
-                    raise ValueError("it has fields that are unknown")
-            except ValueError as error:
-                raise UserError(f"The checkpoint {path} is damaged: {error}.") from error
-        if record.position.step != step:
-            raise UserError(f"The checkpoint {path} is damaged: it is of another step.")
-        return Checkpoint(fill(abstract_state, arrays | others, f"The arrays of {path}"), record)
-
-    def wait(self) -> None:
-        """Wait until everything started is written.
-
-        **Raises:** `UserError` if it could not be written.
-        """
-        with _as_user_error(self._folder, "written"):
-            self._manager.wait_until_finished()
-
-    def check(self) -> None:
-        """**Raises:** `UserError` if something started could not be written."""
-        with _as_user_error(self._folder, "written"):
-            self._manager.check_for_errors()
-
-    def close(self) -> None:
-        """End Orbax's threads. Errors there are not raised: `wait` raises them."""
-        with contextlib.suppress(Exception):
-            self._manager.close()
+    step: int
+    val_loss: float
 
 
-class _Writing:
-    """Arrays that are being written. If one of several processes fails, Orbax waits for the others,
-    and they for it: so the error is published at once."""
+def read_fields(path: Path) -> dict[str, Any]:
+    """The record of a checkpoint as it is written, with its digest.
 
-    def __init__(self, future: Any, folder: Path):
-        self._future, self._folder = future, folder
+    **Raises:** `OSError` if it cannot be read; `ValueError` if it is no record.
+    """
+    return read_record(path / "record" / "metadata", dict[str, Any])
 
-    def result(self, timeout: float | None = None) -> Any:
-        """Waits for the end, as Orbax's futures do."""
+
+def newest_record(run: Path) -> Record | None:
+    """The record of a run's newest checkpoint, unless it is damaged."""
+    for step in list_steps(run):
+        return _record(checkpoint_of(run, step))
+    return None
+
+
+def best_step(run: Path) -> Evaluated | None:
+    """The checkpoint of a run with the lowest validation loss; of several, the newest."""
+    best = None
+    for step in list_steps(run):
+        record = _record(checkpoint_of(run, step))
+        if record is None or record.last.get("step") != step:
+            continue
+        val_loss = record.last.get("val_loss")
+        if val_loss is not None and (best is None or val_loss < best.val_loss):
+            best = Evaluated(step, val_loss)
+    return best
+
+
+def _record(path: Path) -> Record | None:
+    try:
+        fields = read_fields(path)
+        fields.pop("digest", None)
+        return msgspec.convert(fields, Record)
+    except (OSError, ValueError):
+        return None
+
+
+def load_model(path: Path, abstract: GPT, is_frozen: Callable[[str], bool]) -> GPT:
+    """`abstract` (`eqx.filter_eval_shape` of a model) with the model's arrays in the checkpoint
+    at `path`, and those that are frozen from the run's file. The optimizer's are not read, so the
+    digest is not checked.
+
+    **Raises:** `UserError` if a file cannot be read, or its names, shapes or dtypes are not those
+    of `abstract`.
+    """
+    require_room(str(path), abstract)
+    leaves = named_leaves(abstract)
+    frozen = {name: leaf for name, leaf in leaves.items() if is_frozen(name)}
+    trained = {f"{MODEL}{name}": leaf for name, leaf in leaves.items() if name not in frozen}
+    with as_user_error(path, "read"):
+        stores = _open(path, trained, STATES * size_of(abstract) + MAX_OTHER, MODEL)
+        reads = {name: store.read() for name, store in stores.items()}
+        arrays = {name.removeprefix(MODEL): read.result() for name, read in reads.items()}
+    if frozen:
+        arrays |= read_frozen(path.parent.parent / FROZEN, frozen)
+    return fill(abstract, arrays, f"The arrays of {path}")
+
+
+def restore(
+    path: Path,
+    abstract_state: TrainState,
+    frozen: Mapping[str, Array] = MappingProxyType({}),
+) -> Checkpoint:
+    """The checkpoint at `path`. Its arrays are sharded over devices as those of `abstract_state`
+    are. `frozen`: the model's arrays that are not in it, by name.
+
+    **Raises:** `UserError` if the checkpoint cannot be read or is damaged, or its arrays do not
+    have the names, shapes and dtypes of `abstract_state`, which is checked before any array is
+    read.
+    """
+    others = {f"{MODEL}{name}": array for name, array in frozen.items()}
+    leaves = {x: leaf for x, leaf in named_leaves(abstract_state).items() if x not in others}
+    with as_user_error(path, "read"):
+        stores = _open(path, leaves, size_of(leaves) + MAX_OTHER)
+        fields = read_fields(path)
+        arrays = {x: _on_devices(stores[x], leaf.sharding) for x, leaf in leaves.items()}
         try:
-            return self._future.result(timeout)
-        except Exception as error:
-            publish(f"A checkpoint in {self._folder} cannot be written: {_reason(error)}. {RESUME}")
-            raise
+            if fields.pop("digest") != digest(arrays, survey(arrays), fields):
+                raise ValueError("its digest does not match")
+            record = msgspec.convert(fields, Record)
+            if msgspec.to_builtins(record) != fields:
+                raise ValueError("it has fields that are unknown")
+        except (KeyError, ValueError) as error:
+            raise UserError(f"The checkpoint {path} is damaged: {error}.") from error
+    if record.position.step != int(path.name):
+        raise UserError(f"The checkpoint {path} is damaged: it is of another step.")
+    return Checkpoint(fill(abstract_state, arrays | others, f"The arrays of {path}"), record)
 
 
-def list_steps(folder: Path) -> list[int]:
-    """The steps of the checkpoints in `folder`, the newest first. Does not import Orbax."""
-    names = (path.name for path in folder.glob("*"))
-    return sorted((int(n) for n in names if n.isascii() and n.isdecimal()), reverse=True)
+def _open(path: Path, wanted: Mapping[str, Any], most: int, prefix: str = "") -> dict[str, Any]:
+    """The arrays of a checkpoint whose names begin with `prefix`, by name, not yet read. They must
+    be those of `wanted`, arrays or shapes of arrays. `most`: bytes that a file may have."""
+    import tensorstore
+
+    # TensorStore reads whole files, of whatever size, and ends the process if they do not fit.
+    for file in (path, *path.rglob("*")):
+        status = file.lstat()
+        right = stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)
+        require(right, f"{file} is a link or no regular file.")
+        require(
+            status.st_size <= most,
+            f"{file} is no file of a checkpoint of this run: it has {status.st_size:,} bytes, and "
+            f"at most {most:,} are expected.",
+        )
+    base = {"driver": "file", "path": f"{(path / 'state').absolute()}/"}
+    place = {"driver": "ocdbt", "base": base}
+    end = "/.zarray"
+    keys = (key.decode() for key in tensorstore.KvStore.open(place).result().list().result())
+    names = [key.removesuffix(end) for key in keys if key.startswith(prefix) and key.endswith(end)]
+    require(bool(names), f"The checkpoint {path} is damaged: it holds no arrays.")
+    opening = {
+        name: tensorstore.open(
+            {"driver": "zarr", "kvstore": place | {"path": f"{name}/"}}, open=True, read=True
+        )
+        for name in names
+    }
+    stores = {name: opened.result() for name, opened in opening.items()}
+    found = {
+        name: jax.ShapeDtypeStruct(store.shape, store.dtype.numpy_dtype)
+        for name, store in stores.items()
+    }
+    check_shapes(dict(wanted), found, f"The arrays of {path}")
+    for name, store in stores.items():
+        # A small file may hold a chunk that fills the memory when it is unpacked.
+        chunk: Any = store.chunk_layout.read_chunk.shape or ()  # None for a single number
+        require(
+            all(0 < c <= max(n, 1) for c, n in zip(chunk, store.shape, strict=True)),
+            f"The checkpoint {path} is damaged: {name}, {list(store.shape)}, is in chunks of "
+            f"{list(chunk)}.",
+        )
+    return stores
+
+
+def _on_devices(store: Any, sharding: jax.sharding.Sharding) -> Array:
+    def part(index: Any) -> np.ndarray:
+        return store[index].read().result()
+
+    return jax.make_array_from_callback(store.shape, sharding, part)
+
+
+def describe_devices(mesh: MeshConfig) -> str:
+    """As in a record."""
+    count = jax.device_count()
+    _, fsdp, tensor = mesh_shape(mesh, count)
+    cut = f" (fsdp {fsdp}, tensor {tensor})" if fsdp * tensor > 1 else ""
+    return f"{count} x {jax.devices()[0].device_kind}{cut}"
 
 
 def digest(arrays: dict[str, Array], sums: dict[str, np.ndarray], fields: dict[str, Any]) -> str:
@@ -290,39 +288,19 @@ def _survey(x: Array) -> UInt32[Array, "3"]:
     return jnp.stack([(plain != plain).any().astype(jnp.uint32), *sums])
 
 
-@functools.cache
-def _silence_orbax() -> None:
-    """Stop Orbax from logging, in the whole process. It logs every phase of every save, and errors
-    that it raises as well. When several operations fail together, it raises the error of one and
-    closes its event loop; Python reports the others when it collects them."""
-    from absl import logging as absl_logging
-
-    absl_logging.set_verbosity(absl_logging.FATAL)
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-    # Reads that were not started when another one failed.
-    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-    before = sys.unraisablehook
-
-    def hook(unraisable: Any) -> None:
-        message = str(unraisable.exc_value)
-        if "Event loop is closed" not in message and "TensorStore details" not in message:
-            before(unraisable)
-
-    sys.unraisablehook = hook
-
-
 @contextlib.contextmanager
-def _as_user_error(path: Path, done: str) -> Iterator[None]:
+def as_user_error(path: Path, done: str) -> Iterator[None]:
     """Raises `UserError` for what Orbax and TensorStore raise: a dozen unrelated exceptions."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"The checkpoint {path} cannot be {done}: {_reason(error)}.") from error
+        raise UserError(f"The checkpoint {path} cannot be {done}: {reason_of(error)}.") from error
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """What an error of Orbax or TensorStore says, without where."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     code = re.search(r"os_error_code='(\d+)'", str(error))

@@ -1,4 +1,4 @@
-"""The folders of runs: finding one, and a place for a new one."""
+"""The folders of runs: finding one, and a place for a new one; and of their checkpoints."""
 
 import os
 from pathlib import Path
@@ -7,6 +7,8 @@ from gptlite.errors import UserError, require
 from gptlite.machine.files import check_folder_name
 
 RUNS_FOLDER = Path("runs")
+# The folder of checkpoints in a run's.
+CHECKPOINTS = "checkpoints"
 
 
 def new_run(name: str) -> Path:
@@ -37,23 +39,36 @@ def check_free(path: Path, *, overwrite: bool) -> None:
         raise UserError(f"{path} is not a run (it has no config.json), so it is not overwritten.")
 
 
-def find_run(name: str | None, weights: str = "best") -> Path:
+def list_steps(run: Path) -> list[int]:
+    """The steps of a run's checkpoints, the newest first."""
+    names = (path.name for path in (run / CHECKPOINTS).glob("*"))
+    return sorted((int(n) for n in names if n.isascii() and n.isdecimal()), reverse=True)
+
+
+def checkpoint_of(run: Path, step: int) -> Path:
+    """The folder of a checkpoint."""
+    return run / CHECKPOINTS / str(step)
+
+
+def find_run(name: str | None) -> Path:
     """The folder of a run, given its path or its name in `runs/`. None: the run in `runs/` with the
-    newest `weights`, best or last.
+    newest checkpoint.
 
     **Raises:** `UserError` if there is none.
     """
     if name is None:
         # Not hidden folders, which are what `--overwrite` leaves if it is killed.
-        files = [
-            path for path in RUNS_FOLDER.glob(f"[!.]*/{weights}.safetensors") if path.is_file()
-        ]
-        if not files:
+        saved = {
+            run: checkpoint_of(run, steps[0]).stat().st_mtime
+            for run in RUNS_FOLDER.glob("[!.]*")
+            if (steps := list_steps(run))
+        }
+        if not saved:
             raise UserError(
                 f"There is no trained model in {RUNS_FOLDER}/ yet: run `python train.py` first, or "
                 "name one with --run."
             )
-        return max(files, key=lambda path: path.stat().st_mtime).parent
+        return max(saved, key=lambda run: saved[run])
     require(name.strip() != "" and name.isprintable(), f"There is no run named {name!r}.")
     for path in (Path(name), RUNS_FOLDER / name):
         if os.path.isfile(path / "config.json"):

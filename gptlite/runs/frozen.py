@@ -1,15 +1,27 @@
 """Parameters that stay as they are in training."""
 
 import fnmatch
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+import safetensors.numpy
 from jaxtyping import PyTree
+from safetensors import SafetensorError
 
 from gptlite.config import Config
 from gptlite.errors import UserError, require
-from gptlite.machine.pytrees import is_parameter, path_name
+from gptlite.machine.files import read_bounded, sha256_of, write_atomically
+from gptlite.machine.pytrees import is_parameter, path_name, size_of
+from gptlite.runs.weights import check_shapes
+
+# Their file in a run. Its checkpoints hold the others.
+FROZEN = "frozen.safetensors"
+
+# Bytes that the file may have besides the numbers, in all and for each array.
+HEADER, HEADER_PER_ARRAY = 2**16, 2**10
 
 
 def frozen_in(config: Config) -> Callable[[str], bool]:
@@ -42,3 +54,31 @@ def trainable(config: Config, model: Any) -> PyTree[bool]:
             )
     require(any(jax.tree.leaves(found)), "training.freeze leaves nothing to train.")
     return found
+
+
+def save_frozen(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Write arrays in the safetensors format."""
+    write_atomically(path, safetensors.numpy.save(arrays))
+
+
+def read_frozen(path: Path, wanted: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The arrays in a file, which must be those of `wanted`, arrays or shapes of arrays by name.
+
+    **Raises:** `UserError` if it is no safetensors file, or names, shapes or dtypes are others.
+    """
+    most = size_of(wanted) + HEADER + HEADER_PER_ARRAY * len(wanted)
+    try:
+        arrays = safetensors.numpy.load(read_bounded(path, most))
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"The weights {path} cannot be read: {reason}.") from error
+    except (SafetensorError, KeyError) as error:  # KeyError: a dtype NumPy lacks
+        raise UserError(f"The weights {path} cannot be read: {error}.") from error
+    check_shapes(dict(wanted), arrays, f"The weights {path}")
+    return arrays
+
+
+def frozen_sha256(run: Path, config: Config) -> str:
+    """The checksum of a run's file; empty if there is none."""
+    is_any = config.model.lora is not None or config.training.freeze
+    return sha256_of(run / FROZEN) if is_any else ""

@@ -8,13 +8,14 @@ from gptlite.custom import Custom, check_files, load_custom, with_custom
 from gptlite.errors import UserError, require
 from gptlite.machine.progress import log
 from gptlite.machine.records import read_record
-from gptlite.runs.find import find_run
+from gptlite.runs.checkpoints import best_step, load_model
+from gptlite.runs.find import checkpoint_of, find_run, list_steps
 from gptlite.runs.frozen import frozen_in
 from gptlite.runs.model import abstract_model
 from gptlite.runs.run import Run
 from gptlite.runs.saved_config import changed_sources, load_config
 from gptlite.runs.tokenizers import load_tokenizer
-from gptlite.runs.weights import fill, load_weights, named_arrays
+from gptlite.runs.weights import fill, named_arrays
 
 
 def load(
@@ -44,7 +45,7 @@ def load(
 
         require(weights == "best", f"{name} has one set of weights: leave --weights last out.")
         return load_hf(name.removeprefix("hf:"))
-    return load_run(find_run(name, weights), weights, custom=custom)
+    return load_run(find_run(name), weights, custom=custom)
 
 
 def load_run(path: Path, which: Literal["best", "last"] = "best", *, custom: Custom = ()) -> Run:
@@ -56,20 +57,29 @@ def load_run(path: Path, which: Literal["best", "last"] = "best", *, custom: Cus
     for changed in changed_sources(path, config.model):
         log(f"{changed} has changed since {path} began.")
     tokenizer = load_tokenizer(path)
-    if which == "best" and not (path / "best.safetensors").exists():
-        raise UserError(
-            f"The run {path} has no best weights. (The first evaluation saves them.) Use its "
-            "last ones (sample.py --weights last), or resume it (train.py --resume)."
-        )
-    file = path / f"{which}.safetensors"
-    model = load_weights(file, abstract_model(config.model, tokenizer), frozen_in(config))
+    checkpoint = _checkpoint(path, which)
+    model = load_model(checkpoint, abstract_model(config.model, tokenizer), frozen_in(config))
     if config.model.lora is not None:
         from gptlite.adapters import merged
 
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, lora=None))
         plain = abstract_model(config.model, tokenizer)
-        model = fill(plain, named_arrays(merged(model)), f"The weights {file}")
+        model = fill(plain, named_arrays(merged(model)), f"The arrays of {checkpoint}")
     return Run(path, config, tokenizer, model)
+
+
+def _checkpoint(run: Path, which: Literal["best", "last"]) -> Path:
+    steps = list_steps(run)
+    require(bool(steps), f"The run {run} has no weights yet: its first checkpoint is not written.")
+    if which == "last":
+        return checkpoint_of(run, steps[0])
+    best = best_step(run)
+    if best is None:
+        raise UserError(
+            f"The run {run} has no best weights. (The first evaluation says which they are.) Use "
+            "its last ones (sample.py --weights last), or resume it (train.py --resume)."
+        )
+    return checkpoint_of(run, best.step)
 
 
 def _is_hf(folder: Path) -> bool:

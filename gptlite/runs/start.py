@@ -40,15 +40,20 @@ from gptlite.machine.pytrees import count_parameters, size_of
 from gptlite.machine.runtime import set_up_jax, usable_cpu_devices
 from gptlite.machine.stop import Stop
 from gptlite.models.gpt import GPT
+from gptlite.runs.checkpoints import Record
 from gptlite.runs.corpora import load_corpus, require_documents
 from gptlite.runs.display import Display
+from gptlite.runs.ending import Ending
 from gptlite.runs.find import check_free, find_run, new_run
 from gptlite.runs.folder import RunFolder
 from gptlite.runs.frozen import frozen_in
 from gptlite.runs.load import load
+from gptlite.runs.metrics import MetricsLog
 from gptlite.runs.model import make_model, separator_of
 from gptlite.runs.plots import losses, save_picture
+from gptlite.runs.resume import bring_back, find_checkpoint
 from gptlite.runs.run import Run
+from gptlite.runs.saving import Saver
 from gptlite.runs.tokenizers import load_tokenizer, make_tokenizer
 from gptlite.runs.weights import fill, gather_to_main, named_arrays
 from gptlite.sharding import constrain_parameters
@@ -64,14 +69,14 @@ class Start(Protocol):
     """Where a run begins."""
 
     tokenizer: Tokenizer
-    position: Position
-    """Where training continues: known when the state is."""
+    record: Record | None
+    """That of the checkpoint from which the run is resumed: known when the state is."""
 
     def state(self, steps: TrainSteps, model: GPT, split: Split, key: Key[Array, ""]) -> TrainState:
         """The state before the next step. `model`: its shapes. `key`: for random numbers."""
         ...
 
-    def write(self, folder: RunFolder, config: Config, split: Split, state: TrainState) -> None:
+    def write(self, folder: RunFolder, config: Config, state: TrainState) -> None:
         """Make the folder, or bring it back to where training continues."""
         ...
 
@@ -79,7 +84,7 @@ class Start(Protocol):
 class New:
     """From random numbers."""
 
-    position = Position()
+    record: Record | None = None
 
     def __init__(self, arguments: TrainArguments, config: Config, corpus: Corpus):
         self._config, self._overwrite = config, arguments.overwrite
@@ -99,11 +104,9 @@ class New:
         with jax.set_mesh(steps.mesh):
             return steps.init(draw(key))
 
-    def write(self, folder: RunFolder, config: Config, split: Split, state: TrainState) -> None:
+    def write(self, folder: RunFolder, config: Config, state: TrainState) -> None:
         frozen = gather_to_main(state.model, frozen_in(config))
-        folder.create(
-            config, self.tokenizer, split.sha256, overwrite=self._overwrite, frozen=frozen
-        )
+        folder.create(config, self.tokenizer, overwrite=self._overwrite, frozen=frozen)
 
 
 class BegunFrom(New):
@@ -139,21 +142,22 @@ class BegunFrom(New):
 class Resumed:
     """From the newest checkpoint of the run in the folder."""
 
-    position = Position()
+    record: Record | None = None
 
-    def __init__(self, folder: RunFolder, config: Config):
-        self._folder, self._config = folder, config
-        self.tokenizer = load_tokenizer(folder.path)
+    def __init__(self, path: Path, config: Config):
+        self._path, self._config = path, config
+        self.tokenizer = load_tokenizer(path)
 
     def state(self, steps: TrainSteps, model: GPT, split: Split, key: Key[Array, ""]) -> TrainState:
         abstract_state = steps.abstract_state(model)
-        checkpoint = self._folder.find_checkpoint(abstract_state, self._config, split.sha256)
-        self.position, self._record = checkpoint.record.position, checkpoint.record
-        check_same("checkpoints", {"the step": str(self.position.step)})
+        checkpoint = find_checkpoint(self._path, abstract_state, self._config, split.sha256)
+        self.record = checkpoint.record
+        check_same("checkpoints", {"the step": str(self.record.position.step)})
         return checkpoint.state
 
-    def write(self, folder: RunFolder, config: Config, split: Split, state: TrainState) -> None:
-        folder.resume(self._record, config)
+    def write(self, folder: RunFolder, config: Config, state: TrainState) -> None:
+        assert self.record is not None
+        bring_back(folder, self.record.position.step, config)
 
 
 @contextlib.contextmanager
@@ -185,9 +189,7 @@ def start_run(arguments: TrainArguments) -> Iterator["TrainingRun"]:
                 check_free(path, overwrite=arguments.overwrite)
         # Two devices of one of several processes may each wait for a thread that the other holds.
         set_up_jax(usable_cpu_devices(config.training, config.mesh) if process_count() == 1 else 1)
-        setting_up = time.perf_counter() - arguments.began
-        options = ["--log.to", arguments.log.to] if trackers else []
-        folder = stack.enter_context(RunFolder(path, options))
+        folder = stack.enter_context(RunFolder(path))
         if arguments.resume is not None:
             folder.open()
         model = load_custom(config.model)  # before what takes time
@@ -196,7 +198,7 @@ def start_run(arguments: TrainArguments) -> Iterator["TrainingRun"]:
         config = dataclasses.replace(config, data=data, model=model)
         start: Start
         if arguments.resume is not None:
-            start = Resumed(folder, config)
+            start = Resumed(path, config)
         elif arguments.init_from is not None:
             start = BegunFrom(arguments, config, corpus)
         else:
@@ -205,7 +207,7 @@ def start_run(arguments: TrainArguments) -> Iterator["TrainingRun"]:
             require_documents(corpus)
             separator_of(config.model, start.tokenizer)  # or an error
         check_tensor(mesh_shape(config.mesh, jax.device_count())[2], config.model)
-        yield TrainingRun(config, corpus, start, folder, stack, trackers, setting_up)
+        yield TrainingRun(config, corpus, start, folder, stack, trackers, arguments.began)
 
 
 class TrainingRun:
@@ -219,10 +221,10 @@ class TrainingRun:
         folder: RunFolder,
         stack: contextlib.ExitStack,
         trackers: list[str],
-        setting_up: float,
+        began: float,
     ):
-        """`stack`: of contexts that end with the run. `setting_up`: seconds before the folder was
-        opened."""
+        """`stack`: of contexts that end with the run. `began`: when the command did, by
+        `time.perf_counter`."""
         self.config = config
         self.corpus = corpus
         self.tokenizer = start.tokenizer
@@ -230,7 +232,7 @@ class TrainingRun:
         self._model_key, self.sample_key = jax.random.split(jax.random.key(config.training.seed))
         self._start, self._folder, self._stack = start, folder, stack
         self._loop = contextlib.ExitStack()
-        self._trackers, self._setting_up = trackers, setting_up
+        self._trackers, self._began = trackers, began
         self._stop, self._signal = Stop(exits=True), 0
         self._parameters = 0
 
@@ -242,7 +244,8 @@ class TrainingRun:
     @property
     def position(self) -> Position:
         """Where training continues, once there is a state."""
-        return self._start.position
+        record = self._start.record
+        return Position() if record is None else record.position
 
     def state(self, steps: TrainSteps, model: GPT, split: Split) -> TrainState:
         """The state before the next step: drawn from the seed, filled with the weights of another
@@ -285,11 +288,16 @@ class TrainingRun:
         if signal:
             log("stopped before the first step: nothing has been written.")
             sys.exit(128 + signal)
-        self._start.write(self._folder, self.config, split, state)
+        config, folder, record = self.config, self._folder, self._start.record
+        self._start.write(folder, config, state)
+        self._metrics = MetricsLog(folder, config, self._began, record)
+        saver = Saver(folder, config, split.sha256, self._parameters, record)
+        self._saver = self._stack.enter_context(saver)
+        options = ["--log.to", ",".join(self._trackers)] if self._trackers else []
+        self._ending = Ending(folder, saver, config, options)
         self._loop = self._stack.enter_context(contextlib.ExitStack())
-        self._loop.enter_context(self._folder.training_errors(self.tokenizer))
-        steps = self.config.training.steps
-        self._display = self._loop.enter_context(Display(steps, self._folder.steps_done))
+        self._loop.enter_context(self._ending.training_errors(self.tokenizer))
+        self._display = self._loop.enter_context(Display(config.training.steps, saver.step))
         self._track: Any = lambda step, metrics: None
         if self._trackers:
             from gptlite.trackers import Trackers
@@ -301,36 +309,36 @@ class TrainingRun:
         """Whether training is to stop, because of a signal, and whether the run is to be saved,
         because its last checkpoint is old. Every process must call this after each dispatch: the
         answers are the same in all."""
-        self._signal, save = max_over_processes(self._stop.signal or 0, self._folder.save_is_due())
+        self._signal, save = max_over_processes(self._stop.signal or 0, self._saver.is_due())
         return bool(self._signal), bool(save)
 
     def log(self, progress: Progress, val_loss: float | None = None) -> None:
         """Write a line of metrics, and show it."""
-        self._folder.log_metrics(progress, val_loss)
-        self._display.update(self._folder.last)
-        self._track(progress.step, self._folder.last)
+        self._saver.check()
+        self._metrics.add(progress, val_loss)
+        self._display.update(self._metrics.last)
+        self._track(progress.step, self._metrics.last)
 
     def show_sample(self, text: str) -> None:
         """Show a sample of the model's text, after a line of metrics."""
         self._display.show_sample(text)
-        self._track(self._folder.last["step"], {"sample": text})
+        self._track(self._metrics.last["step"], {"sample": text})
 
     def save(self, progress: Progress) -> None:
-        """Start to save a checkpoint and the weights."""
-        self._folder.save(progress)
+        """Start to save a checkpoint."""
+        self._saver.save(progress, self._metrics)
 
     def finish(self, split: Split) -> None:
         """Wait until everything is saved; then write the result, draw the curves, and say what to
         do next. After a signal: exit with its code, and say how to resume."""
         self._loop.close()
-        training, folder = self.config.training, self._folder
-        if folder.steps_done < training.steps:
-            log(f"stopped at step {folder.steps_done} of {training.steps}. {folder.resume_hint()}")
+        training, step, ending = self.config.training, self._saver.step, self._ending
+        if step < training.steps:
+            log(f"stopped at step {step} of {training.steps}. {ending.resume_hint()}")
             sys.exit(128 + self._signal)
-        last = folder.last
-        best_val_loss = folder.best.val_loss if folder.best else last["val_loss"]
-        seconds = folder.seconds + self._setting_up
-        folder.save_result(
+        last, best, seconds = self._metrics.last, self._metrics.best, self._metrics.seconds
+        best_val_loss = last["val_loss"] if best is None else best.val_loss
+        ending.save_result(
             {
                 "best_val_loss": best_val_loss,
                 "final_val_loss": last["val_loss"],
@@ -349,7 +357,7 @@ class TrainingRun:
         if not is_main_process():
             return
         try:
-            save_picture(losses(folder.curves()), self.path / "loss.png")
+            save_picture(losses(self._metrics.lines()), self.path / "loss.png")
         except OSError as error:
             log(f"the curves could not be drawn: {error}")
         # A prompt of characters that the tokenizer knows, for the suggested command.

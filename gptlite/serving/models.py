@@ -12,6 +12,7 @@ from gptlite.custom import Custom
 from gptlite.errors import UserError, require
 from gptlite.machine.progress import log
 from gptlite.models.gpt import GPT
+from gptlite.runs.find import CHECKPOINTS
 from gptlite.runs.load import load_run
 from gptlite.runs.run import Run
 from gptlite.serving.chat import ChatTemplate, read_chat_template
@@ -94,7 +95,7 @@ class Models:
         **Raises:** `UserError` if it cannot be loaded.
         """
         async with self._loading:
-            changed = (path / "best.safetensors").stat().st_mtime_ns
+            changed = (path / CHECKPOINTS).stat().st_mtime_ns
             kept = self._others.pop(path.name, None)
             if kept is not None and kept[0] != changed:
                 kept[1].engine.stop()

@@ -6,24 +6,22 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from gptlite.config import Config
 from gptlite.errors import UserError
 from gptlite.machine.files import folders_with, is_locked
 from gptlite.machine.records import read_record
 from gptlite.presets import PRESETS
+from gptlite.runs.checkpoints import best_step, newest_record
+from gptlite.runs.find import CHECKPOINTS
 from gptlite.runs.metrics import FILE as METRICS, last_step
 from gptlite.runs.saved_config import load_config
-from gptlite.runs.weights import FROZEN, read_evaluated, read_shapes
 
 State = Literal["running", "stopped", "done", "diverged"]
 # What a row of the list is read from.
 FILES = (
     "config.json",
     METRICS,
-    "best.safetensors",
-    "last.safetensors",
+    CHECKPOINTS,
     "result.json",
     "nonfinite.json",
 )
@@ -82,7 +80,7 @@ def _read(path: Path, stamps: tuple[tuple[float, int], ...]) -> Overview | None:
         return None
     result = _json(path / "result.json")
     step = last_step(path)
-    best = read_evaluated(path / "best.safetensors")
+    best, newest = best_step(path), newest_record(path)
     state: State = "stopped"
     if result is not None and step >= config.training.steps:
         state = "done"
@@ -94,7 +92,7 @@ def _read(path: Path, stamps: tuple[tuple[float, int], ...]) -> Overview | None:
         changed=max(stamp for stamp, _ in stamps),
         state=state,
         preset=_preset(config),
-        parameters=_parameters(path),
+        parameters=None if newest is None else newest.parameters,
         step=step,
         steps=config.training.steps,
         best_loss=None if best is None else best.val_loss,
@@ -103,14 +101,6 @@ def _read(path: Path, stamps: tuple[tuple[float, int], ...]) -> Overview | None:
 
 def _preset(config: Config) -> str | None:
     return next((name for name, (_, c) in PRESETS.items() if c.model == config.model), None)
-
-
-def _parameters(path: Path) -> int | None:
-    """The numbers in the weights."""
-    files = [path / name for name in ("last.safetensors", FROZEN) if (path / name).exists()]
-    found = [read_shapes(file) for file in files]
-    sizes = [np.prod(x, dtype=object) for shapes in found for x in (shapes or {}).values()]
-    return int(sum(sizes)) if sizes and None not in found else None
 
 
 def _json(path: Path) -> dict[str, Any] | None:

@@ -116,7 +116,7 @@ class PageEndpoints(Endpoints):
         prefix = f"{RUNS_FOLDER}/"
         if not name.startswith(prefix):
             return await super()._find(name)
-        path = _folder(RUNS_FOLDER, name.removeprefix(prefix), "best.safetensors")
+        path = _folder(RUNS_FOLDER, name.removeprefix(prefix), "config.json")
         return await self._models.load(path)
 
     async def runs(self, request: Request) -> Response:

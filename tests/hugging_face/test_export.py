@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from conftest import ROOT, TEXT, run_script, tiny_run
+from support.runs import weights
 
 TRAIN = tiny_run(training__sample_tokens=4)
 BLOCK = """
@@ -99,10 +100,7 @@ def test_training_starts_from_other_weights(place, source):
     done = run_script("train.py", *words, *still, "--model.context-length", "12", folder=place)
     assert done.code == 0, done.err
     assert f"starting from the weights of {source}" in done.out
-    old, new = (
-        safetensors.numpy.load((place / "runs" / run / "best.safetensors").read_bytes())
-        for run in ("one", "more")
-    )
+    old, new = (weights(place / "runs" / run) for run in ("one", "more"))
     assert old.keys() == new.keys()
     for name, array in old.items():
         np.testing.assert_array_equal(new[name], array)

@@ -3,31 +3,32 @@
 import dataclasses
 import json
 import os
+import shutil
 import tracemalloc
 from pathlib import Path
 
 import equinox as eqx
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
-import safetensors.numpy
+import tensorstore
 from conftest import TEXT, TINY, drawn
+from support.kill_loop import arrays
+from support.runs import save_checkpoint
 
 from gptlite.config import Config
 from gptlite.errors import UserError
-from gptlite.machine.files import write_json
+from gptlite.machine.files import remove, write_json
 from gptlite.models.gpt import GPT
 from gptlite.runs import find
+from gptlite.runs.checkpoints import Evaluated, best_step
+from gptlite.runs.find import checkpoint_of
+from gptlite.runs.frozen import read_frozen, save_frozen
 from gptlite.runs.load import load_run
 from gptlite.runs.saved_config import load_config, save_config
 from gptlite.runs.tokenizers import make_tokenizer
-from gptlite.runs.weights import (
-    Evaluated,
-    load_weights,
-    named_arrays,
-    read_evaluated,
-    save_weights,
-)
+from gptlite.runs.weights import named_arrays, named_leaves
 from gptlite.text.corpus import text_corpus
 
 TOKENIZER = make_tokenizer("char", text_corpus(TEXT))
@@ -36,17 +37,19 @@ MODEL = drawn(lambda key: GPT(CONFIG.model, TOKENIZER.vocab_size, key=key))
 SAVED = Evaluated(7, 1.5)
 
 
-def write_run(path: Path) -> Path:
-    path.mkdir(parents=True)
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "run"
+    path.mkdir()
     save_config(CONFIG, path / "config.json")
     write_json(path / "tokenizer.json", TOKENIZER.to_json())
-    save_weights(path / "best.safetensors", named_arrays(MODEL), SAVED)
+    save_checkpoint(path, MODEL, SAVED.step, SAVED.val_loss)
     return path
 
 
 @pytest.fixture
-def run(tmp_path) -> Path:
-    return write_run(tmp_path / "runs" / "one")
+def run(saved, tmp_path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "runs" / "one"))
 
 
 def test_what_was_saved_is_loaded(run):
@@ -89,29 +92,30 @@ def test_names_and_layouts_are_those_of_the_readme():
     }
 
 
-def rewrite(path, change):
-    arrays = safetensors.numpy.load(path.read_bytes())
-    change(arrays)
-    path.write_bytes(safetensors.numpy.save(arrays))
+def resave(run: Path, change: dict[str, np.ndarray | None]) -> None:
+    """Change arrays of the checkpoint. None: leave it out."""
+    state = checkpoint_of(run, SAVED.step) / "state"
+    changed = arrays(state) | change
+    shutil.rmtree(state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(state.absolute(), {x: a for x, a in changed.items() if a is not None})
+
+
+def manifest(run: Path) -> Path:
+    return checkpoint_of(run, SAVED.step) / "state" / "manifest.ocdbt"
 
 
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda p: (p / "best.safetensors").unlink(), "has no best weights.*Use its last ones"),
-        (lambda p: (p / "best.safetensors").write_bytes(b"\x00" * 100), "cannot be read"),
+        (lambda p: shutil.rmtree(p / "checkpoints"), "no weights yet"),
+        (lambda p: (p / "checkpoints" / "7").rename(p / "checkpoints" / "8"), "no best weights"),
+        (lambda p: manifest(p).write_bytes(b"\x00" * 100), "checkpoints/7 cannot be read"),
+        (lambda p: manifest(p).unlink(), "checkpoints/7 is damaged: it holds no arrays"),
+        (lambda p: resave(p, {"model.norm.weight": None}), r"lack model\.norm\.weight"),
+        (lambda p: resave(p, {"model.extra": np.ones(1)}), r"hold model\.extra"),
         (
-            lambda p: rewrite(p / "best.safetensors", lambda a: a.pop("norm.weight")),
-            r"lack norm\.weight",
-        ),
-        (
-            lambda p: rewrite(p / "best.safetensors", lambda a: a.update(extra=np.ones(1))),
-            "hold extra",
-        ),
-        (
-            lambda p: rewrite(
-                p / "best.safetensors", lambda a: a.update({"norm.weight": np.ones(3, "f4")})
-            ),
+            lambda p: resave(p, {"model.norm.weight": np.ones(3, "f4")}),
             r"norm\.weight is float32\[3\] where the config calls for float32\[16\]",
         ),
         (lambda p: (p / "config.json").unlink(), "no config.json"),
@@ -140,23 +144,27 @@ def test_a_damaged_run_is_refused_by_name(run, damage, words):
         load_run(run)
 
 
-def test_the_newest_run_is_the_one_saved_last(run, tmp_path, monkeypatch):
+def test_the_newest_run_is_the_one_saved_last(run, saved, tmp_path, monkeypatch):
     monkeypatch.setattr(find, "RUNS_FOLDER", tmp_path / "runs")
-    other = write_run(tmp_path / "runs" / "two")
-    os.utime(run / "best.safetensors", (1, 1))
+    other = Path(shutil.copytree(saved, tmp_path / "runs" / "two"))
+    for path in (run, other):
+        os.utime(checkpoint_of(path, 7), (2, 2))
+    os.utime(checkpoint_of(run, 7), (1, 1))
     assert find.find_run(None) == other
-    os.utime(other / "best.safetensors", (0, 0))
+    os.utime(checkpoint_of(other, 7), (0, 0))
     assert find.find_run(None) == run
-    (run / "best.safetensors").unlink()
+    shutil.rmtree(run / "checkpoints")
     assert find.find_run(None) == other
 
 
-def test_the_newest_run_is_one_with_the_weights_that_are_asked_for(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(find, "RUNS_FOLDER", tmp_path / "runs")
-    not_evaluated = write_run(tmp_path / "runs" / "two")
-    (not_evaluated / "best.safetensors").rename(not_evaluated / "last.safetensors")
-    assert find.find_run(None, "last") == not_evaluated
-    assert find.find_run(None) == run
+def test_weights_that_were_not_evaluated_are_the_last_and_not_the_best(run):
+    save_checkpoint(run, MODEL, 9, None)
+    norm = np.asarray(MODEL.norm.weight)
+    changed = eqx.tree_at(lambda model: model.norm.weight, MODEL, norm + 1)
+    save_checkpoint(run, changed, 11, None)
+    assert best_step(run) == SAVED
+    np.testing.assert_array_equal(load_run(run).model.norm.weight, norm)
+    np.testing.assert_array_equal(load_run(run, "last").model.norm.weight, norm + 1)
 
 
 def test_no_run_yet_says_what_to_do(tmp_path, monkeypatch):
@@ -165,33 +173,25 @@ def test_no_run_yet_says_what_to_do(tmp_path, monkeypatch):
         find.find_run(None)
 
 
-def test_weights_know_their_step_and_those_of_other_programs_are_read(tmp_path):
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    save_weights(ours, named_arrays(MODEL), SAVED)
-    assert read_evaluated(ours) == SAVED
-    assert read_evaluated(tmp_path / "absent") is None
-    theirs.write_bytes(safetensors.numpy.save(named_arrays(MODEL)))
-    assert eqx.tree_equal(load_weights(theirs, MODEL), MODEL)
-    assert read_evaluated(theirs) is None
-    ours.write_bytes(ours.read_bytes()[:-1])
-    assert read_evaluated(ours) is None
-    save_weights(ours, named_arrays(MODEL), Evaluated(7))  # not evaluated
-    assert read_evaluated(ours) is None
-    with safetensors.safe_open(ours, "numpy") as file:
-        assert file.metadata() == {"evaluated": '{"step": 7}'}
-
-
 @pytest.mark.parametrize(
-    "found",
+    "last",
     [
-        *('{"step": 1e999, "val_loss": 1}', '{"step": 1, "val_loss": %s}' % ("9" * 400)),
-        *('{"step": 1, "val_loss": -1e308}', '{"step": true, "val_loss": 1}', "[]", "[" * 10**5),
+        *('{"step": 1e999, "val_loss": 1}', '{"step": 7, "val_loss": %s}' % ("9" * 400)),
+        *('{"step": 7, "val_loss": -1e308}', '{"step": true, "val_loss": 1}', "[]", "[" * 10**5),
     ],
 )
-def test_what_a_stranger_says_of_his_weights_is_checked(found, tmp_path):
-    weights = safetensors.numpy.save({"a": np.ones(1)}, {"evaluated": found})
-    (tmp_path / "x").write_bytes(weights)
-    assert read_evaluated(tmp_path / "x") is None
+def test_what_a_stranger_says_of_his_weights_is_checked(run, last):
+    path = checkpoint_of(run, 7) / "record" / "metadata"
+    record = json.loads(path.read_text()) | {"last": None}
+    path.write_text(json.dumps(record).replace('"last": null', f'"last": {last}'))
+    assert best_step(run) is None
+
+
+def test_frozen_parameters_are_those_that_were_saved(tmp_path):
+    save_frozen(tmp_path / "x", named_arrays(MODEL))
+    again = read_frozen(tmp_path / "x", named_leaves(MODEL))
+    for name, array in named_arrays(MODEL).items():
+        np.testing.assert_array_equal(again[name], array)
 
 
 def header(length: int, entry: dict) -> bytes:
@@ -208,13 +208,23 @@ def header(length: int, entry: dict) -> bytes:
         header(0, {"dtype": "F32", "shape": [2**62, 4], "data_offsets": [0, 64]}),
     ],
 )
-def test_weights_that_claim_absurd_sizes_allocate_nothing(run, content):
-    (run / "best.safetensors").write_bytes(content)
+def test_frozen_parameters_of_absurd_sizes_allocate_nothing(tmp_path, content):
+    (tmp_path / "x").write_bytes(content)
     tracemalloc.start()
-    with pytest.raises(UserError, match=r"best\.safetensors cannot be read"):
-        load_run(run)
+    with pytest.raises(UserError, match=r"x cannot be read"):
+        read_frozen(tmp_path / "x", named_leaves(MODEL))
     assert tracemalloc.get_traced_memory()[1] < 10_000_000
     tracemalloc.stop()
+
+
+def test_weights_in_chunks_larger_than_themselves_are_refused(run):
+    """A small file may hold a chunk that fills the memory when it is unpacked."""
+    base = {"driver": "ocdbt", "base": f"file://{manifest(run).parent}/"}
+    name, store = "model.embedding.weight", tensorstore.KvStore.open(base).result()
+    metadata = json.loads(store.read(f"{name}/.zarray").result().value)
+    store.write(f"{name}/.zarray", json.dumps(metadata | {"chunks": [2**16, 2**16]})).result()
+    with pytest.raises(UserError, match=r"in chunks of \[65536,"):
+        load_run(run)
 
 
 def test_a_config_of_absurd_sizes_allocates_nothing(run):
@@ -234,17 +244,22 @@ HOSTILE = {
 }
 
 
+STATE = "checkpoints/7/state"
+
+
 @pytest.mark.parametrize("kind", HOSTILE)
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "best.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", f"{STATE}/manifest.ocdbt", f"{STATE}/d"]
+)
 def test_only_regular_files_of_a_plausible_size_are_read(run, name, kind):
-    (run / name).unlink()
+    remove(run / name)
     HOSTILE[kind](run / name)
-    with pytest.raises(UserError, match=name):
+    with pytest.raises(UserError, match=name.partition("/state")[0]):
         load_run(run)
 
 
 def test_what_a_killed_overwrite_leaves_is_not_the_newest_run(run, tmp_path, monkeypatch):
     monkeypatch.setattr(find, "RUNS_FOLDER", tmp_path / "runs")
-    os.utime(run / "best.safetensors", (1, 1))
-    write_run(tmp_path / "runs" / ".one.old")
+    os.utime(checkpoint_of(run, 7), (1, 1))
+    shutil.copytree(run, tmp_path / "runs" / ".one.old")
     assert find.find_run(None) == run

@@ -14,7 +14,8 @@ from support.kill_loop import ROOT, compare, kill_loop, metrics, settings, start
 import gptlite
 import train
 from gptlite.errors import UserError
-from gptlite.runs.checkpoints import list_steps
+from gptlite.runs.checkpoints import best_step
+from gptlite.runs.find import list_steps
 from gptlite.training.step import TrainSteps
 
 STEPS = 150
@@ -126,9 +127,8 @@ def test_a_signal_saves_and_says_how_to_resume(tmp_path):
     assert process.wait() == 130
     assert "Traceback" not in said
     assert "python train.py --resume runs/one --data.corpus text.txt" in said
-    (step,) = list_steps(tmp_path / "runs" / "one" / "checkpoints")
+    (step,) = list_steps(tmp_path / "runs" / "one")
     assert f"stopped at step {step} of 100000" in said
-    assert (tmp_path / "runs" / "one" / "last.safetensors").exists()
     # And what it said works.
     words = ["--resume", "runs/one", "--data.corpus", "text.txt"]
     words += ["--training.steps", str(step + 3)]
@@ -165,8 +165,8 @@ def test_a_sample_that_fails_loses_no_checkpoint(tmp_path, monkeypatch):
     done = run_script("train.py", *words, folder=tmp_path)
     assert done.code == 2
     assert "no sample" in done.err
-    assert len(list_steps(tmp_path / "runs" / "one" / "checkpoints")) == 1
-    assert (tmp_path / "runs" / "one" / "best.safetensors").exists()
+    assert len(list_steps(tmp_path / "runs" / "one")) == 1
+    assert best_step(tmp_path / "runs" / "one") is not None
 
 
 @pytest.mark.processes
@@ -209,5 +209,5 @@ def test_a_loss_that_is_not_finite_saves_the_batch_and_keeps_the_last_good_check
     assert isinstance(report["learning_rate"], float)
     assert len(report["text"]) == 4
     assert all(text in TEXT for text in report["text"])
-    for step in list_steps(tmp_path / "runs" / "one" / "checkpoints"):
+    for step in list_steps(tmp_path / "runs" / "one"):
         assert step < report["step"]

@@ -104,8 +104,10 @@ def test_runs_that_cannot_be_read(runs, tmp_path):
     linked.mkdir()
     (linked / "config.json").write_bytes((runs / "small" / "config.json").read_bytes())
     (linked / "metrics.jsonl").symlink_to(runs / "small" / "metrics.jsonl")
-    (linked / "last.safetensors").write_bytes(b"\xff" * 100)
-    (linked / "best.safetensors").write_bytes(b"")
+    (linked / "checkpoints" / "3").mkdir(parents=True)
+    (linked / "checkpoints" / "3" / "record").symlink_to(runs / "small" / "checkpoints")
+    (linked / "checkpoints" / "6" / "record").mkdir(parents=True)
+    (linked / "checkpoints" / "6" / "record" / "metadata").write_bytes(b"\xff" * 100)
     (found,) = list_runs(tmp_path)
     assert found.name == "linked"
     assert (found.step, found.parameters, found.best_loss) == (0, None, None)
@@ -117,7 +119,8 @@ def test_a_pipe_among_the_files_is_not_waited_for(runs, tmp_path):
     run = tmp_path / "pipes"
     run.mkdir()
     (run / "config.json").write_bytes((runs / "small" / "config.json").read_bytes())
-    for name in ("metrics.jsonl", "best.safetensors", "last.safetensors", "result.json"):
+    (run / "checkpoints" / "6" / "record").mkdir(parents=True)
+    for name in ("metrics.jsonl", "checkpoints/6/record/metadata", "result.json"):
         os.mkfifo(run / name)
     (found,) = list_runs(tmp_path)
     assert (found.step, found.parameters, found.best_loss) == (0, None, None)

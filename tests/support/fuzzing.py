@@ -33,7 +33,6 @@ from typing import Any, get_type_hints
 from unittest import mock
 
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # also for the process that runs the scripts
@@ -141,7 +140,6 @@ def of_run(chance: random.Random, folder: Path) -> tuple[str, str, list[str]]:
     run = folder / "runs" / "one"
     script = chance.choice(["sample", "sample", "train", "train", EXPORT])
     names = ["config.json", "tokenizer.json"] * 3
-    names += ["best.safetensors"] * 4 if script != "train" else []
     files = sorted(str(file.relative_to(run)) for file in run.rglob("*") if file.is_file())
     if script == "sample":
         argv = ["--run", "one", "--prompt", "The", "--max-new-tokens", "8"]
@@ -177,23 +175,18 @@ def of_import(chance: random.Random, folder: Path) -> tuple[str, str, list[str]]
 def forge_record(chance: random.Random, folder: Path) -> str:
     """Change what a checkpoint says besides its arrays, and its digest with it. What was done."""
     from gptlite.runs import checkpoints as module
+    from support.kill_loop import arrays
 
-    module._silence_orbax()
     place = folder / "runs" / "one" / "checkpoints"
     shutil.rmtree(place / "3")
-    options = ocp.CheckpointManagerOptions(read_only=True)
-    with ocp.CheckpointManager(
-        place, options=options, item_handlers={"state": ocp.StandardCheckpointHandler()}
-    ) as manager:
-        items = ocp.args.Composite(state=ocp.args.StandardRestore())
-        state = dict(manager.restore(6, args=items)["state"])
+    state = arrays(place / "6" / "state")
     file = place / "6" / "record" / "metadata"
     record = json.loads(file.read_bytes())
     del record["digest"]
     record = json.loads(forged(chance, record))
     if isinstance(record, dict):
-        arrays = {name: jnp.asarray(array) for name, array in state.items()}
-        record["digest"] = module.digest(arrays, module.survey(arrays), record)
+        on_device = {name: jnp.asarray(array) for name, array in state.items()}
+        record["digest"] = module.digest(on_device, module.survey(on_device), record)
     file.write_text(json.dumps(record))
     return "record forged"
 
@@ -249,12 +242,7 @@ def forge(chance: random.Random, suffix: str, content: bytes) -> bytes:
     if suffix == ".safetensors":
         end = 8 + int.from_bytes(content[:8], "little")
         header = json.loads(content[8:end])
-        if chance.random() < 0.3 and "evaluated" in header["__metadata__"]:
-            evaluated = json.loads(header["__metadata__"]["evaluated"])
-            header["__metadata__"]["evaluated"] = forged(chance, evaluated).decode()
-            header = json.dumps(header).encode()
-        else:
-            header = forged(chance, header)
+        header = forged(chance, header)
         if chance.random() < 0.2:
             return chance.choice([0, 2**40, 2**64 - 1]).to_bytes(8, "little") + header
         return len(header).to_bytes(8, "little") + header + content[end:]

@@ -15,7 +15,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from conftest import ROOT, TEXT
 
-from gptlite.runs.checkpoints import list_steps
+from gptlite.runs.checkpoints import best_step
+from gptlite.runs.find import checkpoint_of, list_steps
 
 # train.py, with a disk so slow that it is saving most of the time.
 SLOW = """
@@ -74,7 +75,7 @@ def kill_loop(folder: Path, kills: int, steps: int, seed: int = 0) -> dict[str, 
     counts = {"inside a save": 0, "between saves": 0, "before the first save": 0, "too late": 0}
 
     def resume_command() -> list[str]:
-        if list_steps(path / "checkpoints"):
+        if list_steps(path):
             return ["--resume", "runs/killed", "--data.corpus", "text.txt"]
         return [*settings(steps), "--run", "killed", "--overwrite"]
 
@@ -103,7 +104,7 @@ def kill_loop(folder: Path, kills: int, steps: int, seed: int = 0) -> dict[str, 
             break
         if during_save:
             counts["inside a save"] += 1
-        elif list_steps(path / "checkpoints"):
+        elif list_steps(path):
             counts["between saves"] += 1
         else:
             counts["before the first save"] += 1
@@ -117,14 +118,16 @@ def compare(folder: Path) -> None:
     """**Raises:** `AssertionError` if the two runs differ in anything but times."""
     whole, killed = folder / "runs" / "whole", folder / "runs" / "killed"
     assert metrics(killed) == metrics(whole)
-    for name in ("best.safetensors", "last.safetensors"):
-        assert (killed / name).read_bytes() == (whole / name).read_bytes(), name
-    steps = [list_steps(path / "checkpoints")[0] for path in (whole, killed)]
-    assert steps[0] == steps[1]
-    a, b = (arrays(path / "checkpoints" / str(steps[0]) / "state") for path in (whole, killed))
-    assert a.keys() == b.keys()
-    for name in a:
-        assert a[name].tobytes() == b[name].tobytes(), name
+    assert best_step(killed) == best_step(whole)
+    best = best_step(whole)
+    assert best is not None
+    newest = list_steps(whole)[0]
+    assert list_steps(killed)[0] == newest
+    for step in (newest, best.step):
+        a, b = (arrays(checkpoint_of(path, step) / "state") for path in (whole, killed))
+        assert a.keys() == b.keys()
+        for name in a:
+            assert a[name].tobytes() == b[name].tobytes(), name
 
 
 def arrays(path: Path) -> dict[str, Any]:
