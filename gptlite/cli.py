@@ -174,8 +174,10 @@ class SampleArguments:
 
     def __post_init__(self):
         check_fields("", self)
-        if self.prompt is not None and self.prompt_file is not None:
-            raise UserError("Give the prompt with --prompt or with --prompt-file, not with both.")
+        require(
+            self.prompt is None or self.prompt_file is None,
+            "Give the prompt with --prompt or with --prompt-file, not with both.",
+        )
 
 
 @dataclass(frozen=True)
@@ -390,11 +392,11 @@ def _resumed(name: str, first: _First) -> Config:
     saved = load_config(find_run(name) / "config.json")
     saved = with_custom(saved, first.custom, read=True)
     corpus = saved.data.corpus if first.corpus is None else first.corpus
-    if first.corpus is None and corpus_arguments(saved.data):
-        raise UserError(
-            f"The run was trained on {corpus}, which is not gptlite's own text and is read only if "
-            f"the command names it: {shlex.join(corpus_arguments(saved.data))}."
-        )
+    require(
+        first.corpus is not None or not corpus_arguments(saved.data),
+        f"The run was trained on {corpus}, which is not gptlite's own text and is read only if "
+        f"the command names it: {shlex.join(corpus_arguments(saved.data))}.",
+    )
     return dataclasses.replace(saved, data=dataclasses.replace(saved.data, corpus=corpus))
 
 
@@ -437,8 +439,7 @@ def read_prompt(arguments: SampleArguments) -> str:
             if sys.stdin.isatty():
                 print("type the prompt, then Ctrl-D", file=sys.stderr)
             content = sys.stdin.buffer.read(MAX_PROMPT + 1)
-        if len(content) > MAX_PROMPT:
-            raise UserError(f"The prompt has more than {MAX_PROMPT:,} bytes.")
+        require(len(content) <= MAX_PROMPT, f"The prompt has more than {MAX_PROMPT:,} bytes.")
         return content.decode("utf-8").removeprefix("\ufeff")  # a byte-order mark
     except (OSError, UnicodeDecodeError) as error:
         source = arguments.prompt_file or "standard input"
@@ -462,32 +463,36 @@ def parse_compare(argv: Sequence[str]) -> tuple[CompareArguments, dict[str, Conf
     base = first.base if first.base in PRESETS else DEFAULT_PRESET
     default: Any = CompareArguments(base, config=PRESETS[base][1])  # pyright: ignore[reportArgumentType]
     arguments = parse_words(CompareArguments, argv, default=default)
-    if arguments.config.training.seed != PRESETS[base][1].training.seed:
-        raise UserError("The seeds of a comparison are 0, 1, 2, ...: --seeds says how many.")
-    if arguments.config.mesh != PRESETS[base][1].mesh:
-        raise UserError("A comparison trains each seed on one device: leave --mesh out.")
+    require(
+        arguments.config.training.seed == PRESETS[base][1].training.seed,
+        "The seeds of a comparison are 0, 1, 2, ...: --seeds says how many.",
+    )
+    require(
+        arguments.config.mesh == PRESETS[base][1].mesh,
+        "A comparison trains each seed on one device: leave --mesh out.",
+    )
     base_config = with_custom(arguments.config, arguments.custom)
     variants = {f"base ({arguments.base})": base_config}
     for vary in arguments.vary:
         field_name, equals, values = vary.partition("=")
-        if not equals or not values:
-            raise UserError(f"--vary takes SECTION.FIELD=VALUE,VALUE,..., got {vary!r}.")
+        given = bool(equals and values)
+        require(given, f"--vary takes SECTION.FIELD=VALUE,VALUE,..., got {vary!r}.")
         for value in values.split(","):
             settings = re.split(r"\+(?=\w+\.[\w-]+=)", f"{field_name}={value}")
             names = [_field_name(setting) for setting in settings]
-            if arguments.equal != "steps" and "training.steps" in names:
-                raise UserError(
-                    f"--equal {arguments.equal} chooses the steps of each variant: leave "
-                    "training.steps out of --vary."
-                )
+            require(
+                arguments.equal == "steps" or "training.steps" not in names,
+                f"--equal {arguments.equal} chooses the steps of each variant: leave "
+                "training.steps out of --vary.",
+            )
             config = with_custom(_changed(arguments.config, settings), arguments.custom)
             if config not in variants.values():
                 variants[" ".join(s.removeprefix("model.") for s in settings)] = config
-    if len(variants) == 1:
-        raise UserError(
-            "There is nothing to compare: give --vary SECTION.FIELD=VALUE,VALUE,... with a value "
-            "that differs from the base's."
-        )
+    require(
+        len(variants) > 1,
+        "There is nothing to compare: give --vary SECTION.FIELD=VALUE,VALUE,... with a value "
+        "that differs from the base's.",
+    )
     return arguments, variants
 
 
@@ -500,11 +505,11 @@ def _changed(config: Config, settings: Sequence[str]) -> Config:
     argv = []
     for setting in settings:
         name, value = _field_name(setting), setting.partition("=")[2]
-        if name.split(".")[0] not in ("model", "optimizer", "training") or name == "training.seed":
-            raise UserError(
-                "--vary takes fields of model, optimizer and training (except the seed, which "
-                f"--seeds varies), got {name!r}."
-            )
+        require(
+            name.split(".")[0] in ("model", "optimizer", "training") and name != "training.seed",
+            "--vary takes fields of model, optimizer and training (except the seed, which "
+            f"--seeds varies), got {name!r}.",
+        )
         is_bool = value.lower() in ("true", "false")
         argv += [f"--{name}", value.capitalize() if is_bool else value]
     return parse_words(Config, argv, default=config, config=(tyro.conf.FlagConversionOff,))

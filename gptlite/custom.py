@@ -84,8 +84,7 @@ def find_custom(name: str, custom: Custom, *, read: bool = False, where: str = "
     found = _files_with(cls, custom)
     # The file may be elsewhere.
     found = [x for x in found if Path(x.rpartition(":")[0]).name == Path(file).name] or found
-    if len(found) != 1:
-        raise UserError(_wrong_custom(name, where, found, custom, read))
+    require(len(found) == 1, _wrong_custom(name, where, found, custom, read))
     return found[0]
 
 
@@ -255,8 +254,10 @@ def load_class(name: str) -> type:
             raise UserError(f"{file} cannot be loaded: {what} (--debug shows where).") from error
         finally:
             sys.path.remove(str(path.parent))
-    if getattr(module, "__file__", None) != str(path):
-        raise UserError(f"{file} cannot be loaded: a module {stem} is loaded already; rename it.")
+    require(
+        getattr(module, "__file__", None) == str(path),
+        f"{file} cannot be loaded: a module {stem} is loaded already; rename it.",
+    )
     found = getattr(module, cls, None)
     if not isinstance(found, type):
         classes = [
@@ -266,9 +267,9 @@ def load_class(name: str) -> type:
         ]
         has = f"it has {', '.join(classes)}" if classes else "it has none"
         raise UserError(f"There is no class {cls} in {file}: {has}.")
-    if (found.__module__, found.__qualname__) != (stem, cls):
-        raise UserError(
-            f"{cls} in {file} is another name for {custom_name(found)}: name a class where it is "
-            "defined, at the top of its file."
-        )
+    require(
+        (found.__module__, found.__qualname__) == (stem, cls),
+        f"{cls} in {file} is another name for {custom_name(found)}: name a class where it is "
+        "defined, at the top of its file.",
+    )
     return found

@@ -28,13 +28,13 @@ def main(
     # Imported here, because --help should not wait for JAX.
     from gptlite.hugging_face.architectures import to_hf_config
     from gptlite.hugging_face.folder import export_run
-    from gptlite.runs.load import load_run
+    from gptlite.runs.load import load
     from gptlite.runs.saved_config import load_config
 
     path = find_run(run)
     # What cannot be exported is said first: a custom block would have to be named to be loaded.
     to_hf_config(load_config(path / "config.json").model, vocab_size=1)
-    export_run(load_run(path), folder)
+    export_run(load(path), folder)
     log(f"{folder} is written: AutoModelForCausalLM.from_pretrained({str(folder)!r}) loads it")
 
 

@@ -32,7 +32,7 @@ from gptlite.machine.files import write_json
 from gptlite.machine.names import CustomBlock
 from gptlite.models.gpt import GPT
 from gptlite.nn import RMSNorm
-from gptlite.runs.load import load, load_run
+from gptlite.runs.load import load
 from gptlite.runs.saved_config import changed_sources, load_config, save_config
 from gptlite.runs.tokenizers import make_tokenizer
 
@@ -271,9 +271,9 @@ def run(file, tmp_path) -> Path:
 def test_loading_a_run_executes_no_custom_code(run, file):
     Path("other.py").write_text("class Thrice:\n    pass\n")
     with pytest.raises(UserError, match=f"made with {file}:Twice, .* with that class: --custom"):
-        load_run(run)
+        load(run)
     with pytest.raises(UserError, match=r"with that class \(there is none in other\.py\)"):
-        load_run(run, custom=["other.py"])
+        load(run, custom=["other.py"])
     for words in (
         ["--resume", str(run)],
         ["--init-from", str(run)],
@@ -304,11 +304,11 @@ def test_the_file_of_a_run_may_be_elsewhere_or_a_class(run, file):
     Path("elsewhere").mkdir()
     moved = Path("elsewhere") / "moved.py"
     Path(file).rename(moved)
-    loaded = load_run(run, custom=[str(moved)])
+    loaded = load(run, custom=[str(moved)])
     assert loaded.config.model.mlp == f"{moved}:Twice"
     forget("moved")
     block = load_class(f"{moved}:Twice")
-    model: Any = load_run(run, custom=[block]).model
+    model: Any = load(run, custom=[block]).model
     assert type(model.stack.blocks.mlp) is block
     forget("moved")
 
@@ -340,7 +340,7 @@ def test_a_class_alone_is_found_in_the_files_that_are_named(file):
 
 def test_a_file_that_has_changed_is_said(run, file, capsys):
     Path(file).write_text(SOURCE + "\n\nMORE = 1\n")
-    loaded = load_run(run, custom=[file])
+    loaded = load(run, custom=[file])
     assert f"{file} has changed since" in capsys.readouterr().out
     assert list(custom_sources(loaded.config.model)) == [file]
     assert changed_sources(run / "nothing", loaded.config.model) == []

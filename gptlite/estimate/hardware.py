@@ -131,8 +131,7 @@ def peak_flops(kind: str) -> float:
     **Raises:** `UserError` if its figures are not known here.
     """
     known = {hardware.kind: hardware.flops for hardware in HARDWARE.values()}
-    if kind not in known:
-        raise UserError(f"The peak of {kind!r} is not known. Known are: {', '.join(known)}.")
+    require(kind in known, f"The peak of {kind!r} is not known. Known are: {', '.join(known)}.")
     return known[kind]
 
 

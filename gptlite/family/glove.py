@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Bool, Float
 
-from gptlite.errors import UserError
+from gptlite.errors import UserError, require
 
 
 def read_glove(
@@ -31,15 +31,13 @@ def read_glove(
                 # From the right: in the largest of GloVe's files, some words have spaces in them.
                 word, *numbers = line.rstrip().rsplit(" ", d)
                 # In a line with too many numbers, the word ends with one.
-                if (
-                    len(numbers) != d
-                    or d < 1
-                    or (_is_number(word.rpartition(" ")[2]) and " " in word)
-                ):
-                    raise UserError(
-                        f"Line {number} of {path} must be a word and {max(d, 1)} numbers, got "
-                        f"{line[:60].rstrip()!r}."
-                    )
+                require(
+                    len(numbers) == d
+                    and d >= 1
+                    and (not _is_number(word.rpartition(" ")[2]) or " " not in word),
+                    f"Line {number} of {path} must be a word and {max(d, 1)} numbers, got "
+                    f"{line[:60].rstrip()!r}.",
+                )
                 if word in wanted:
                     found[word] = _vector(numbers, f"Line {number} of {path}")
     except (OSError, UnicodeDecodeError) as error:
@@ -70,6 +68,5 @@ def _vector(numbers: Sequence[str], where: str) -> np.ndarray:
         vector = np.array(numbers, np.float32)
     except ValueError as error:
         raise UserError(f"{where} has something that is not a number: {error}.") from error
-    if not np.isfinite(vector).all():
-        raise UserError(f"{where} has a number that is not finite.")
+    require(bool(np.isfinite(vector).all()), f"{where} has a number that is not finite.")
     return vector

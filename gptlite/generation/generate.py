@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from gptlite.config import SamplingConfig
-from gptlite.errors import UserError, require
+from gptlite.errors import require
 from gptlite.generation.sampling import Sampling, sample
 from gptlite.machine.memory import check_cache_memory
 from gptlite.machine.mesh import is_on_cpu, is_whole, replicate, row_mesh
@@ -171,11 +171,11 @@ def stream(
     one_length = lengths is None or not len(prompt)
     length: np.ndarray = np.asarray(longest if one_length else lengths, np.int32)
     for tokens in (int(length.min()), int(length.max())):
-        if not 1 <= tokens <= context_length:
-            raise UserError(
-                f"The prompt must have 1 to {context_length} tokens (the model's context), got "
-                f"{tokens}."
-            )
+        require(
+            1 <= tokens <= context_length,
+            f"The prompt must have 1 to {context_length} tokens (the model's context), got "
+            f"{tokens}.",
+        )
         require(
             tokens <= longest,
             f"lengths must be at most {longest}, the width of prompt, got {tokens}.",

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from gptlite.config import ModelConfig
-from gptlite.errors import UserError
+from gptlite.errors import UserError, require
 from gptlite.machine.files import is_plausible
 from gptlite.machine.names import is_custom, split_options, with_options
 from gptlite.models.build import find_part
@@ -195,12 +195,12 @@ class _Export:
         )
         is_gpt2 = self.norm == "layer" or self.positions == "learned"
         fields = self.gpt2() if is_gpt2 else self.llama()
-        if self.obstacles:
-            raise UserError(
-                "No architecture of Hugging Face's transformers has: "
-                f"{'; '.join(self.obstacles)}. In brackets: the option of train.py for a model "
-                "that can be exported."
-            )
+        require(
+            not self.obstacles,
+            "No architecture of Hugging Face's transformers has: "
+            f"{'; '.join(self.obstacles)}. In brackets: the option of train.py for a model "
+            "that can be exported.",
+        )
         family = FAMILIES[fields["model_type"]]
         return fields | {
             "architectures": [family.architecture],
@@ -507,8 +507,10 @@ class _Import:
         window = self.window(kind, n_layers)
         attention_bias = self.require("attention_bias", True, False, default=False)
         mlp_bias = self.require("mlp_bias", True, False, default=False)
-        if mlp_bias and not attention_bias:
-            raise UserError("The model's mlp_bias is True: gptlite has that with attention_bias.")
+        require(
+            not mlp_bias or bool(attention_bias),
+            "The model's mlp_bias is True: gptlite has that with attention_bias.",
+        )
         qk_norm = kind == "qwen3" or is_gemma
         some_biases = kind == "qwen2" or (attention_bias and not mlp_bias)
         options = AttentionOptions(
@@ -521,11 +523,10 @@ class _Import:
             options = SlidingOptions(**vars(options), window=window)
         if is_gemma:
             scalar = self.number("query_pre_attn_scalar", 256)
-            if scalar != d_head:
-                raise UserError(
-                    f"The model's query_pre_attn_scalar is {scalar}: gptlite has head_dim, "
-                    f"{d_head}."
-                )
+            require(
+                scalar == d_head,
+                f"The model's query_pre_attn_scalar is {scalar}: gptlite has head_dim, {d_head}.",
+            )
             for name in ("attn_logit_softcapping", "use_bidirectional_attention"):
                 self.require(name, None, False)
             self.asked.add("sliding_window_pattern")
@@ -573,10 +574,10 @@ class _Import:
             types = ["full_attention" if full else "sliding_attention" for full in is_full]
         if types == ["full_attention"] * n_layers:
             return None
-        if types != ["sliding_attention"] * n_layers:
-            raise UserError(
-                "The model's layer_types differ: gptlite has the same attention in all layers."
-            )
+        require(
+            types == ["sliding_attention"] * n_layers,
+            "The model's layer_types differ: gptlite has the same attention in all layers.",
+        )
         return window
 
     def rope(self, kind: str, window: int | None) -> RotaryOptions:
@@ -667,11 +668,11 @@ def import_arrays(names: Names, wanted: Mapping[str, Any], get: Any) -> dict[str
             layers.append(array)
         found[name] = np.stack(layers) if name.startswith("stack.blocks.") else layers[0]
         shape = tuple(leaf.shape)
-        if found[name].shape != shape:
-            raise UserError(
-                f"The model's {names.of(name)[0]} has the shape {list(layers[0].shape)}, and its "
-                f"config calls for {list(shape[1:] if len(layers) > 1 else shape)}."
-            )
+        require(
+            found[name].shape == shape,
+            f"The model's {names.of(name)[0]} has the shape {list(layers[0].shape)}, and its "
+            f"config calls for {list(shape[1:] if len(layers) > 1 else shape)}.",
+        )
     return found
 
 

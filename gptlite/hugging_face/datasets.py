@@ -54,11 +54,11 @@ def open_dataset(name: str) -> Corpus:
             f"{name} must name a split of the dataset: it has {', '.join(map(str, splits))}."
         )
     column = words[0] if words else "text" if "text" in texts else texts[0] if texts else ""
-    if column not in texts or (not words and column != "text" and len(texts) > 1):
-        raise UserError(
-            f"{name} must name a column of text, as in hf:{source}:{split}:COLUMN; the dataset has "
-            f"{', '.join(texts) or 'none'}."
-        )
+    require(
+        column in texts and (bool(words) or column == "text" or len(texts) <= 1),
+        f"{name} must name a column of text, as in hf:{source}:{split}:COLUMN; the dataset has "
+        f"{', '.join(texts) or 'none'}.",
+    )
 
     reading = rows
 

@@ -168,8 +168,7 @@ class _Tensors:
         """A tensor. A model without a head's name in front is found, too."""
         bare = name.removeprefix(f"{self._prefix}.")
         found = name if name in self._files else bare
-        if found not in self._files:
-            raise UserError(f"The weights in {self._folder} lack {name}.")
+        require(found in self._files, f"The weights in {self._folder} lack {name}.")
         self._left.discard(found)
         try:
             array = np.asarray(self._files[found].get_tensor(found))

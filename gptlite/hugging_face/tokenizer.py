@@ -192,11 +192,11 @@ def _bytes_of(decoder: Any) -> Callable[[str], bytes]:
         return from_characters
     known = ("Replace", "ByteFallback", "Fuse", "Strip", "Metaspace")
     is_plain = all("String" in s["pattern"] for s in steps if s and s.get("type") == "Replace")
-    if not is_plain or not set(kinds) <= set(known):
-        raise UserError(
-            f"The tokenizer's decoder is {str(decoder)[:200]}: gptlite knows ByteLevel, Metaspace, "
-            "Fuse, and sequences of Replace, ByteFallback, Fuse and Strip."
-        )
+    require(
+        is_plain and set(kinds) <= set(known),
+        f"The tokenizer's decoder is {str(decoder)[:200]}: gptlite knows ByteLevel, Metaspace, "
+        "Fuse, and sequences of Replace, ByteFallback, Fuse and Strip.",
+    )
     replaced = [
         (step["pattern"]["String"], step["content"]) for step in steps if step["type"] == "Replace"
     ] + [(step["replacement"], " ") for step in steps if step["type"] == "Metaspace"]

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import equinox as eqx
 from jaxtyping import Array, Float
 
-from gptlite.errors import UserError
+from gptlite.errors import require
 from gptlite.inspect.hooks import with_call_hook
 from gptlite.nn.stack import unstacked
 
@@ -37,11 +37,11 @@ def _attention_maps(
     def on_call(name, module, given, others, out):
         weights = found[name] = module.weights(*given, **others)
         x = given[0]
-        if weights.shape[:-3] != x.shape[:-2] or weights.shape[-2] != x.shape[-2]:
-            raise UserError(
-                f"{name}.weights must return [*batch, heads, seq, keys] for inputs of "
-                f"{list(x.shape)}, got {list(weights.shape)}."
-            )
+        require(
+            weights.shape[:-3] == x.shape[:-2] and weights.shape[-2] == x.shape[-2],
+            f"{name}.weights must return [*batch, heads, seq, keys] for inputs of "
+            f"{list(x.shape)}, got {list(weights.shape)}.",
+        )
 
     with_call_hook(model, _has_weights, on_call)(*arguments, **options)
     return found

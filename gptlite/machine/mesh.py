@@ -82,11 +82,11 @@ def check_tensor(tensor: int, model: ModelConfig) -> None:
 def check_rows(mesh: Mesh | AbstractMesh, rows: int) -> None:
     """**Raises:** `UserError` if the devices of `mesh` cannot share `rows` rows evenly."""
     devices = mesh.shape["data"] * mesh.shape["fsdp"]
-    if rows % devices:
-        raise UserError(
-            f"training.batch_size / training.accumulation must be a multiple of the {devices} "
-            f"devices that share it, got {rows}."
-        )
+    require(
+        rows % devices == 0,
+        f"training.batch_size / training.accumulation must be a multiple of the {devices} "
+        f"devices that share it, got {rows}.",
+    )
 
 
 def place(tree: T, mesh: Mesh) -> T:

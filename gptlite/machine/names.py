@@ -98,8 +98,10 @@ def _parse(name: str, text: str, kind: Any) -> Any:
     # With `from __future__ import annotations`, an annotation is its text.
     kind = {"bool": bool, "int": int, "float": float, "str": str}.get(kind, kind)
     plain = get_args(kind)[0] if hasattr(kind, "__metadata__") else kind
-    if plain not in (bool, int, float, str):
-        raise UserError(f"{name} must be annotated as bool, int, float or str, to be set by name.")
+    require(
+        plain in (bool, int, float, str),
+        f"{name} must be annotated as bool, int, float or str, to be set by name.",
+    )
     value: Any = text
     try:
         if plain is bool:

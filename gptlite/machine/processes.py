@@ -383,5 +383,4 @@ def check_same(what: str, values: dict[str, str]) -> None:
         for name, value in values.items()
         if first.get(name) != value
     ]
-    if differing:
-        raise UserError(f"The processes have different {what}: {'; '.join(differing)}.")
+    require(not differing, f"The processes have different {what}: {'; '.join(differing)}.")

@@ -65,8 +65,8 @@ def _parallel_block(config, *, causal=True, key):
 
 
 def _full_attention(config, options: AttentionOptions, *, causal=True, key):
-    if options.qk_gain and not config.qk_norm:
-        raise UserError("The option qk_gain of model.attention needs --model.qk-norm.")
+    right = config.qk_norm or not options.qk_gain
+    require(right, "The option qk_gain of model.attention needs --model.qk-norm.")
     heads_key, positions_key = jax.random.split(key)
     positions = make_positions(config, positions_key, added=False, causal=causal)
     return Attention(
@@ -79,8 +79,7 @@ def _full_attention(config, options: AttentionOptions, *, causal=True, key):
 
 
 def _sliding_attention(config, options: SlidingOptions, *, causal=True, key):
-    if not causal:
-        raise UserError("An encoder sees all tokens: model.attention must be full, got sliding.")
+    require(causal, "An encoder sees all tokens: model.attention must be full, got sliding.")
     return dataclasses.replace(_full_attention(config, options, key=key), window=options.window)
 
 

@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from gptlite.config import ModelConfig
-from gptlite.errors import UserError, require
+from gptlite.errors import require
 from gptlite.models.build import make_block
 from gptlite.models.transformer import Transformer
 from gptlite.nn.cache import Cache, read_at, write_at
@@ -57,11 +57,11 @@ class GPT(Transformer):
         separator does not fit the config.
         """
         rows = vocab_size if padded_vocab_size is None else padded_vocab_size
-        if not 1 <= vocab_size <= rows:
-            raise UserError(
-                f"The vocabulary must have at least 1 token and at most padded_vocab_size, got "
-                f"vocab_size {vocab_size} and padded_vocab_size {rows}."
-            )
+        require(
+            1 <= vocab_size <= rows,
+            f"The vocabulary must have at least 1 token and at most padded_vocab_size, got "
+            f"vocab_size {vocab_size} and padded_vocab_size {rows}.",
+        )
         known = separator is not None and 0 <= separator < vocab_size
         require(
             known if config.separate_documents else separator is None,

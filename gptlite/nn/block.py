@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from gptlite.errors import UserError
+from gptlite.errors import require
 from gptlite.nn.context import WHOLE_SEQUENCE, Context, PerSequence
 from gptlite.nn.kernels.sums import add_by_rows
 
@@ -134,13 +134,13 @@ def checked(part: Any, out: Any, x: Array, *names: str) -> Any:
     value, if there is one name), of which the first has the shape of `x`.
     """
     name = type(getattr(part, "recomputed", part)).__name__  # see `Stack`
-    if len(names) > 1 and not (isinstance(out, tuple) and len(out) == len(names)):
-        raise UserError(f"{name} must return ({', '.join(names)}).")
+    right = len(names) == 1 or (isinstance(out, tuple) and len(out) == len(names))
+    require(right, f"{name} must return ({', '.join(names)}).")
     y: Any = out if len(names) == 1 else out[0]
     shape = jnp.shape(y)
-    if shape != x.shape:
-        raise UserError(
-            f"{name} must return the shape of its input: it returned {list(shape)} for "
-            f"{list(x.shape)}."
-        )
+    require(
+        shape == x.shape,
+        f"{name} must return the shape of its input: it returned {list(shape)} for "
+        f"{list(x.shape)}.",
+    )
     return out

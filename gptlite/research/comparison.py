@@ -18,7 +18,7 @@ import msgspec
 
 from gptlite.config import Config
 from gptlite.custom import custom_sources
-from gptlite.errors import UserError
+from gptlite.errors import UserError, require
 from gptlite.inspect.summary import activation_bytes, flops_per_token
 from gptlite.machine.fields import MAX_INT32, settled
 from gptlite.machine.files import write_json
@@ -190,11 +190,11 @@ class Comparison:
         changed = [name for name in names if settings.get(name) != before.get(name)]
         if "--equal" in changed:  # which decides if there are fields of the base
             changed = ["--equal"]
-        if changed:
-            raise UserError(
-                f"{path} was trained with another {', another '.join(changed)}: choose another "
-                "--name for this comparison, or delete that file."
-            )
+        require(
+            not changed,
+            f"{path} was trained with another {', another '.join(changed)}: choose another "
+            "--name for this comparison, or delete that file.",
+        )
         return kept
 
     def _settings(self, config: Config) -> dict[str, Any]:

@@ -181,8 +181,10 @@ def restore(
                 raise ValueError("it has fields that are unknown")
         except (KeyError, ValueError) as error:
             raise UserError(f"The checkpoint {path} is damaged: {error}.") from error
-    if record.position.step != int(path.name):
-        raise UserError(f"The checkpoint {path} is damaged: it is of another step.")
+    require(
+        record.position.step == int(path.name),
+        f"The checkpoint {path} is damaged: it is of another step.",
+    )
     return Checkpoint(fill(abstract_state, arrays | others, f"The arrays of {path}"), record)
 
 

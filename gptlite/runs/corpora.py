@@ -27,8 +27,7 @@ def load_corpus(
     **Raises:** `UserError` if there is no such corpus, or it cannot be read, is empty, is not UTF-8
     or has only one distinct character.
     """
-    if not name:
-        raise UserError("The name of the corpus is empty; see --data.corpus in --help.")
+    require(bool(name), "The name of the corpus is empty; see --data.corpus in --help.")
     if name == "auto":
         try:
             return load_corpus("shakespeare", data_folder=data_folder, download=download)
@@ -85,8 +84,11 @@ def _read(path: Path) -> Iterator[str]:
         with path.open("rb") as file:
             while True:
                 content = file.read(PIECE)
-                if place == 0 and content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-                    raise UserError(f"{path} is UTF-16 text: save it as UTF-8.")
+                require(
+                    place != 0
+                    or not content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)),
+                    f"{path} is UTF-16 text: save it as UTF-8.",
+                )
                 pending = len(decoder.getstate()[0])
                 try:
                     text = decoder.decode(content, final=not content)

@@ -30,13 +30,12 @@ def check_free(path: Path, *, overwrite: bool) -> None:
         raise UserError(f"A run cannot be named {path.name!r}: {error.strerror}.") from error
     if not exists:
         return
-    if not overwrite:
-        raise UserError(
-            f"There is a run at {path} already: choose another name with --run, or replace it "
-            "with --overwrite."
-        )
-    if not is_run:
-        raise UserError(f"{path} is not a run (it has no config.json), so it is not overwritten.")
+    require(
+        overwrite,
+        f"There is a run at {path} already: choose another name with --run, or replace it "
+        "with --overwrite.",
+    )
+    require(is_run, f"{path} is not a run (it has no config.json), so it is not overwritten.")
 
 
 def list_steps(run: Path) -> list[int]:
@@ -63,11 +62,11 @@ def find_run(name: str | None) -> Path:
             for run in RUNS_FOLDER.glob("[!.]*")
             if (steps := list_steps(run))
         }
-        if not saved:
-            raise UserError(
-                f"There is no trained model in {RUNS_FOLDER}/ yet: run `python train.py` first, or "
-                "name one with --run."
-            )
+        require(
+            bool(saved),
+            f"There is no trained model in {RUNS_FOLDER}/ yet: run `python train.py` first, or "
+            "name one with --run.",
+        )
         return max(saved, key=lambda run: saved[run])
     require(name.strip() != "" and name.isprintable(), f"There is no run named {name!r}.")
     for path in (Path(name), RUNS_FOLDER / name):

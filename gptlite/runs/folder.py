@@ -141,12 +141,12 @@ class RunFolder:
             wait_for_main("the run folder")
             end = time.monotonic() + SEEN_SECONDS
             while not mark.exists():
-                if time.monotonic() > end:
-                    raise UserError(
-                        f"The run folder {self.path.absolute()} is not shared by all processes: "
-                        "process 0 has written it, and this process does not see it. Start all of "
-                        "them in a folder of one disk that all hosts have."
-                    )
+                require(
+                    time.monotonic() <= end,
+                    f"The run folder {self.path.absolute()} is not shared by all processes: "
+                    "process 0 has written it, and this process does not see it. Start all of "
+                    "them in a folder of one disk that all hosts have.",
+                )
                 time.sleep(0.2)
             wait_for_main("all processes")
             if is_main_process():
@@ -170,10 +170,10 @@ class RunFolder:
                     stat.S_ISREG(mode) or stat.S_ISDIR(mode),
                     f"{entry} is a link or no regular file. A run with such files is not resumed.",
                 )
-        if not list_steps(self.path):
-            raise UserError(
-                f"There is no checkpoint in {self.path} yet. Start the run again, with --overwrite."
-            )
+        require(
+            bool(list_steps(self.path)),
+            f"There is no checkpoint in {self.path} yet. Start the run again, with --overwrite.",
+        )
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:

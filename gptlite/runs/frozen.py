@@ -47,11 +47,11 @@ def trainable(config: Config, model: Any) -> PyTree[bool]:
 
     found = jax.tree_util.tree_map_with_path(trained, model)
     for pattern in config.training.frozen:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-            raise UserError(
-                f"training.freeze names no parameter of this model: {pattern!r}. Its parameters "
-                f"are {', '.join(names)}."
-            )
+        require(
+            any(fnmatch.fnmatchcase(name, pattern) for name in names),
+            f"training.freeze names no parameter of this model: {pattern!r}. Its parameters "
+            f"are {', '.join(names)}.",
+        )
     require(any(jax.tree.leaves(found)), "training.freeze leaves nothing to train.")
     return found
 

@@ -24,7 +24,8 @@ def load(
     *,
     custom: Custom = (),
 ) -> Run:
-    """A trained model, with its tokenizer and config.
+    """A trained model, with its tokenizer and config. Adapters are added to their matrices. A line
+    on standard output says which of the custom files have changed since the run began.
 
     **Arguments:**
 
@@ -45,19 +46,13 @@ def load(
 
         require(weights == "best", f"{name} has one set of weights: leave --weights last out.")
         return load_hf(name.removeprefix("hf:"))
-    return load_run(find_run(name), weights, custom=custom)
-
-
-def load_run(path: Path, which: Literal["best", "last"] = "best", *, custom: Custom = ()) -> Run:
-    """`load` of the run in a folder. Adapters are added to their matrices. A line on standard
-    output says which of the custom files have changed since the run began."""
-    require((path / "config.json").is_file(), f"{path} is not a run: it has no config.json.")
+    path = find_run(name)
     config = with_custom(load_config(path / "config.json"), custom, read=True)
     config = dataclasses.replace(config, model=load_custom(config.model))
     for changed in changed_sources(path, config.model):
         log(f"{changed} has changed since {path} began.")
     tokenizer = load_tokenizer(path)
-    checkpoint = _checkpoint(path, which)
+    checkpoint = _checkpoint(path, weights)
     model = load_model(checkpoint, abstract_model(config.model, tokenizer), frozen_in(config))
     if config.model.lora is not None:
         from gptlite.adapters import merged
@@ -68,10 +63,10 @@ def load_run(path: Path, which: Literal["best", "last"] = "best", *, custom: Cus
     return Run(path, config, tokenizer, model)
 
 
-def _checkpoint(run: Path, which: Literal["best", "last"]) -> Path:
+def _checkpoint(run: Path, weights: Literal["best", "last"]) -> Path:
     steps = list_steps(run)
     require(bool(steps), f"The run {run} has no weights yet: its first checkpoint is not written.")
-    if which == "last":
+    if weights == "last":
         return checkpoint_of(run, steps[0])
     best = best_step(run)
     if best is None:

@@ -36,19 +36,19 @@ def find_checkpoint(
         f"{run / FROZEN} is damaged: its checksum is not that of the checkpoint.",
     )
     step, steps = record.position.step, config.training.steps
-    if corpus_sha256 != record.corpus_sha256:
-        raise UserError(
-            "The corpus is not the text that this run was trained on: its sha256 is "
-            f"{corpus_sha256}, and was {record.corpus_sha256}."
-        )
+    require(
+        corpus_sha256 == record.corpus_sha256,
+        "The corpus is not the text that this run was trained on: its sha256 is "
+        f"{corpus_sha256}, and was {record.corpus_sha256}.",
+    )
     # A run may have been stopped between its last checkpoint and its result.
     evaluated = record.last.get("step") == step and "val_loss" in record.last
     only_result_missing = evaluated and not (run / "result.json").exists()
-    if step > steps or (step == steps and not only_result_missing):
-        raise UserError(
-            f"The run {run} has done {step} steps; to extend it, give "
-            f"--training.steps above that, got {steps}."
-        )
+    require(
+        step < steps or (step == steps and only_result_missing),
+        f"The run {run} has done {step} steps; to extend it, give "
+        f"--training.steps above that, got {steps}.",
+    )
     devices = describe_devices(config.mesh)
     if record.devices != devices:
         log(

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from gptlite.config import Config
-from gptlite.errors import UserError
+from gptlite.errors import require
 from gptlite.machine.processes import RESUME, publish
 from gptlite.runs.checkpoints import (
     MODEL,
@@ -158,8 +158,7 @@ class Checkpoints:
         sums = survey(arrays)
         for name, (is_nan, *_) in sums.items():
             # Infinity is no mistake: a custom block may have a mask of -inf.
-            if is_nan:
-                raise UserError(f"The checkpoint {path} is not written: {name} is NaN.")
+            require(not is_nan, f"The checkpoint {path} is not written: {name} is NaN.")
         fields = msgspec.to_builtins(record)
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(arrays),

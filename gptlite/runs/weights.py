@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from gptlite.errors import UserError
+from gptlite.errors import UserError, require
 from gptlite.machine.memory import require_memory
 from gptlite.machine.mesh import is_local, whole
 from gptlite.machine.processes import is_main_process
@@ -82,12 +82,12 @@ def check_shapes(abstract: PyTree, arrays: dict[str, Any], source: str) -> None:
         array = arrays.get(name)
         if array is None:
             raise UserError(f"{source} lack {name}, which the config calls for.")
-        if tuple(array.shape) != leaf.shape or array.dtype != leaf.dtype:
-            raise UserError(
-                f"{source} are not those of the config: {name} is "
-                f"{array.dtype}{list(array.shape)} where the config calls for "
-                f"{leaf.dtype}{list(leaf.shape)}."
-            )
+        require(
+            tuple(array.shape) == leaf.shape and array.dtype == leaf.dtype,
+            f"{source} are not those of the config: {name} is "
+            f"{array.dtype}{list(array.shape)} where the config calls for "
+            f"{leaf.dtype}{list(leaf.shape)}.",
+        )
     extra = arrays.keys() - wanted.keys()
     if extra:
         raise UserError(f"{source} hold {min(extra)}, which the config has no room for.")

@@ -13,7 +13,7 @@ from gptlite.errors import UserError, require
 from gptlite.machine.progress import log
 from gptlite.models.gpt import GPT
 from gptlite.runs.find import CHECKPOINTS
-from gptlite.runs.load import load_run
+from gptlite.runs.load import load
 from gptlite.runs.run import Run
 from gptlite.serving.chat import ChatTemplate, read_chat_template
 from gptlite.serving.engine import Engine
@@ -109,7 +109,7 @@ class Models:
             return kept[1]
 
     def _serve(self, path: Path) -> Served:
-        run = load_run(path, custom=self._custom)
+        run = load(path, custom=self._custom)
         return serve_run(run, path.name, max_rows=OTHERS_ROWS, max_waiting=OTHERS_WAITING)
 
     def stop(self) -> None:

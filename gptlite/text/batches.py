@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 
-from gptlite.errors import UserError
+from gptlite.errors import require
 from gptlite.text.tokenizer import Ids
 
 # Tokens in one batch of evaluation.
@@ -34,12 +34,12 @@ class Batches:
     """Which rows of a batch to read. None: all."""
 
     def __post_init__(self):
-        if self.windows_per_epoch < 1:
-            raise UserError(
-                f"The training text is too short: it has {len(self.tokens):,} tokens, and a "
-                f"context_length of {self.context_length} needs at least "
-                f"{2 * self.context_length:,}."
-            )
+        require(
+            self.windows_per_epoch >= 1,
+            f"The training text is too short: it has {len(self.tokens):,} tokens, and a "
+            f"context_length of {self.context_length} needs at least "
+            f"{2 * self.context_length:,}.",
+        )
 
     @property
     def windows_per_epoch(self) -> int:
@@ -90,11 +90,11 @@ def evaluation_batches(
     **Raises:** `UserError` if there are fewer than 2 tokens.
     """
     targets = len(tokens) - 1
-    if targets < 1:
-        raise UserError(
-            f"The validation text is too short: its {len(tokens)} tokens leave nothing to predict. "
-            "The last 10 % of the corpus must hold at least 2."
-        )
+    require(
+        targets >= 1,
+        f"The validation text is too short: its {len(tokens)} tokens leave nothing to predict. "
+        "The last 10 % of the corpus must hold at least 2.",
+    )
     windows = -(-targets // context_length)
     rows = min(windows, max(1, TOKENS_PER_BATCH // context_length))
     rows = -(-rows // devices) * devices

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Integer
 
-from gptlite.errors import UserError, require
+from gptlite.errors import require
 from gptlite.machine.progress import progress_bar
 
 # The clone's data/ folder, independent of the working directory.
@@ -100,8 +100,8 @@ def text_corpus(text: str | Callable[[], Iterator[str]], name: str = "text") -> 
         for piece in pieces():
             checksum.update(utf8(piece))
             yield piece
-        if checksum.hexdigest() != version:
-            raise UserError(f"The corpus {name} was changed while it was read.")
+        unchanged = checksum.hexdigest() == version
+        require(unchanged, f"The corpus {name} was changed while it was read.")
 
     return Corpus(name, version, read, characters=characters, alphabet=alphabet)
 

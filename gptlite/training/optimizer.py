@@ -10,7 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, PyTree
 
 from gptlite.config import OptimizerConfig
-from gptlite.errors import UserError
+from gptlite.errors import require
 from gptlite.machine.pytrees import inside, is_parameter
 from gptlite.nn.embedding import Embedding
 from gptlite.nn.stack import Stack
@@ -80,11 +80,11 @@ def make_optimizer(
             in_stack,
             in_table,
         )
-        if not any(jax.tree.leaves(matrix)):
-            raise UserError(
-                "The optimizer muon is for the matrices of a Stack, and none of the model's is "
-                "trained. Train a model that has not been unstacked, or use the optimizer adamw."
-            )
+        require(
+            any(jax.tree.leaves(matrix)),
+            "The optimizer muon is for the matrices of a Stack, and none of the model's is "
+            "trained. Train a model that has not been unstacked, or use the optimizer adamw.",
+        )
         kinds = jax.tree.map(
             lambda by_muon, decays: "muon" if by_muon else "decayed" if decays else "plain",
             matrix,

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, Shaped
 
 from gptlite.config import OptimizerConfig, TrainingConfig
-from gptlite.errors import UserError
+from gptlite.errors import require
 from gptlite.machine.batch_reader import check_batch
 from gptlite.machine.mesh import abstract, check_rows, local_rows, place, place_batches
 from gptlite.machine.pytrees import Trainable, cast, is_parameter
@@ -289,22 +289,22 @@ class TrainSteps:
         result = self._loss_fn(model, batch, label_smoothing=smoothing, key=key)
         if not isinstance(result, tuple):
             experts = jax.tree.leaves(model, is_leaf=lambda node: hasattr(node, "aux_loss"))
-            if any(hasattr(node, "aux_loss") for node in experts):
-                raise UserError(
-                    "The model has a mixture of experts, so loss_fn(...) must return a pair, the "
-                    "losses and the auxiliary loss of model.with_aux_loss(...) (of an encoder: "
-                    "model.hidden(...))."
-                )
+            require(
+                not any(hasattr(node, "aux_loss") for node in experts),
+                "The model has a mixture of experts, so loss_fn(...) must return a pair, the "
+                "losses and the auxiliary loss of model.with_aux_loss(...) (of an encoder: "
+                "model.hidden(...)).",
+            )
             result = result, jnp.zeros(())
         losses, aux_loss = result
         if self._loss_mask is None:
             return jnp.mean(losses), aux_loss
         mask = self._loss_mask(batch)
-        if mask.shape != losses.shape:
-            raise UserError(
-                f"loss_mask must have the shape of the losses, {list(losses.shape)}, got "
-                f"{list(mask.shape)}."
-            )
+        require(
+            mask.shape == losses.shape,
+            f"loss_mask must have the shape of the losses, {list(losses.shape)}, got "
+            f"{list(mask.shape)}.",
+        )
         return jnp.sum(jnp.where(mask, losses, 0)) * weight, aux_loss
 
 

@@ -36,7 +36,7 @@ from gptlite.runs.checkpoints import Checkpoint, Evaluated, Record, best_step, r
 from gptlite.runs.ending import Ending
 from gptlite.runs.find import checkpoint_of, list_steps
 from gptlite.runs.folder import RunFolder
-from gptlite.runs.load import load_run
+from gptlite.runs.load import load
 from gptlite.runs.metrics import MetricsLog
 from gptlite.runs.resume import bring_back, find_checkpoint
 from gptlite.runs.saved_config import load_config
@@ -189,7 +189,7 @@ def test_the_last_checkpoints_and_the_best_are_kept(tmp_path):
     assert list_steps(path) == [80, 75, 70, 60]
     kept: list[tuple[Literal["best", "last"], int]] = [("best", 60), ("last", 80)]
     for which, step in kept:
-        weights = named_arrays(load_run(path, which).model)
+        weights = named_arrays(load(path, which).model)
         model = {k.removeprefix("model."): v for k, v in seen[step].items() if "optim" not in k}
         model.pop("step")
         assert same(weights, model)
@@ -312,7 +312,7 @@ def test_a_best_checkpoint_that_is_deleted_is_followed_by_the_next_best(copied):
     assert left is not None
     assert left.step < best.step
     assert left.val_loss > best.val_loss
-    load_run(copied)
+    load(copied)
 
 
 def test_a_run_without_a_whole_checkpoint_is_refused(copied):
@@ -698,4 +698,4 @@ def test_a_checkpoint_with_a_huge_file_is_refused(tmp_path):
     with pytest.raises(UserError, match=words):
         restore(checkpoint_of(tmp_path / "one", 1), abstract_state())
     with pytest.raises(UserError, match=words):
-        load_run(tmp_path / "one", "last")
+        load(tmp_path / "one", "last")

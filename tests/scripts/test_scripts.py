@@ -27,7 +27,7 @@ from gptlite.generation.text import TextStream
 from gptlite.machine.progress import log
 from gptlite.machine.pytrees import count_parameters
 from gptlite.presets import PRESETS
-from gptlite.runs.load import load, load_run
+from gptlite.runs.load import load
 
 TINY = [
     "--model.n-layers",
@@ -424,7 +424,7 @@ def test_documents_are_kept_apart(place):
         assert sentence in done.err
     done = run_script("train.py", *words("hf:lines.jsonl", "bpe:260"), folder=place)
     assert done.code == 0, done.err
-    run = load_run(place / "runs" / "apart")
+    run = load(place / "runs" / "apart")
     (end,) = run.tokenizer.end_ids
     first, second = run.tokenizer.encode("a line"), [end, *run.tokenizer.encode("another")]
     logits = eqx.filter_jit(run.model)

@@ -12,7 +12,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from gptlite.errors import UserError
+from gptlite.errors import require
 from gptlite.machine.fields import Between, Count, Options
 from gptlite.nn.context import Start
 from gptlite.nn.embedding import Embedding
@@ -70,12 +70,12 @@ class RelativeBias(eqx.Module):
         key: PRNGKeyArray,
     ):
         near = buckets // (4 if bidirectional else 2)
-        if not 1 <= near < max_distance:
-            raise UserError(
-                f"The buckets of relative positions must be at least {4 if bidirectional else 2}, "
-                f"and max_distance above the {near} distances with a bucket of their own, got "
-                f"{buckets} and {max_distance}."
-            )
+        require(
+            1 <= near < max_distance,
+            f"The buckets of relative positions must be at least {4 if bidirectional else 2}, "
+            f"and max_distance above the {near} distances with a bucket of their own, got "
+            f"{buckets} and {max_distance}.",
+        )
         self.table = Embedding(buckets, n_heads, std=0.02, key=key)
         self.max_distance = max_distance
         self.bidirectional = bidirectional
