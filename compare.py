@@ -64,7 +64,7 @@ def compare(parsed: tuple[CompareArguments, dict[str, Config]]) -> None:
     with held:
         base = next(iter(variants.values()))
         comparison = Comparison(folder, base, arguments.equal, tokenizer, split, split.sha256)
-        # What can be wrong with a variant is found before the first one is trained.
+        # A mistake in a variant is found before the first one is trained.
         trained = {
             name: comparison.trained(name, config, seeds) for name, config in variants.items()
         }

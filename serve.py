@@ -40,7 +40,7 @@ def serve(arguments: ServeArguments, environment: Mapping[str, str] = os.environ
     listening = open_socket(arguments.host, arguments.port)  # before the model, which takes time
     set_up_jax()
     run = load(arguments.run, arguments.weights, custom=arguments.custom)
-    # Of a model from the hub, the folder has no name for people.
+    # The folder of a model from the hub has no name for people.
     asked = arguments.run or ""
     path = Path(asked.removeprefix("hf:")) if asked.startswith("hf:") else run.path
     name = path.resolve().name

@@ -55,14 +55,14 @@ def with_adapters(model: T, lora: LoRA, *, key: PRNGKeyArray) -> T:
 
     **Raises:** `UserError` if there are none.
     """
-    found = 0
+    count = 0
 
     def replace(path: tuple[Any, ...], node: Any) -> Any:
-        nonlocal found
+        nonlocal count
         if type(node) is not Linear or path_name(path).split(".")[-1] not in lora.matrices:
             return node
-        found += 1
-        return LoRALinear(node, lora, key=jax.random.fold_in(key, found))
+        count += 1
+        return LoRALinear(node, lora, key=jax.random.fold_in(key, count))
 
     def adapted(stack: Any) -> Any:
         if not isinstance(stack, Stack):
@@ -73,7 +73,7 @@ def with_adapters(model: T, lora: LoRA, *, key: PRNGKeyArray) -> T:
 
     model = jax.tree.map(adapted, model, is_leaf=lambda node: isinstance(node, Stack))
     names = ", ".join(lora.matrices)
-    require(found > 0, f"model.lora: no layer of this model has a Linear named {names}.")
+    require(count > 0, f"model.lora: no layer of this model has a Linear named {names}.")
     return model
 
 

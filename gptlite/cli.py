@@ -43,7 +43,7 @@ CustomFiles = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
 # Bytes of a prompt. A model reads the end of a long one only.
 MAX_PROMPT = 2**22
 
-# What `--init-from` leaves free of the model.
+# The fields of the model that `--init-from` leaves free.
 MODEL_OPTIONS = [name for name in free(Config(), "weights") if name.startswith("model.")]
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
@@ -136,8 +136,8 @@ class SampleArguments:
     model's context length, the text continues from the last half of it."""
 
     prompt: str | None = None
-    """The beginning of the text. Of one that is longer than the model's context, the model reads
-    the end. Without --prompt and --prompt-file: read from standard input."""
+    """The beginning of the text. If it is longer than the model's context, the model reads its
+    end. Without --prompt and --prompt-file: read from standard input."""
 
     prompt_file: str | None = None
     """A file with the beginning of the text."""
@@ -314,13 +314,13 @@ def parse_train(argv: Sequence[str]) -> TrainArguments:
             f"The preset comes first: python train.py {arguments.preset} ...",
         )
         return arguments
-    for given, option in (
+    for is_given, option in (
         (arguments.run, "--run"),
         (arguments.overwrite, "--overwrite"),
         (arguments.preset != DEFAULT_PRESET, f"the preset {arguments.preset}"),
     ):
         require(
-            not given, f"A run that is resumed keeps its name and settings: leave {option} out."
+            not is_given, f"A run that is resumed keeps its name and settings: leave {option} out."
         )
     return arguments
 
@@ -341,15 +341,15 @@ def parse_config(
     preset = argv[0] if argv and argv[0] in PRESETS else DEFAULT_PRESET
     config = PRESETS[preset][1]
     if resume is not None:
-        kept = "A run that is resumed keeps its name and settings"
-        require(argv[0] not in PRESETS, f"{kept}: leave the preset {argv[0]} out.")
+        rule = "A run that is resumed keeps its name and settings"
+        require(argv[0] not in PRESETS, f"{rule}: leave the preset {argv[0]} out.")
         config = _resumed(resume, first)
     elif first.init_from is not None:
         config = _begun_from(config, first.init_from, first.custom)
     arguments = parse_words(kind, argv, default=kind(preset, config=config), **options)
-    given = with_custom(arguments.config, first.custom)
-    check_start(given, resume, first.init_from, first.custom)
-    return dataclasses.replace(arguments, config=given), preset
+    config = with_custom(arguments.config, first.custom)
+    check_start(config, resume, first.init_from, first.custom)
+    return dataclasses.replace(arguments, config=config), preset
 
 
 def check_start(
@@ -379,11 +379,11 @@ def check_start(
 def settings(arguments: TrainArguments) -> dict[str, str]:
     """The settings that all processes of a run must have been given alike, by name. The corpus may
     lie in different places: its checksum is compared."""
-    found = {name: str(getattr(arguments, name)) for name in ("run", "overwrite", "resume")}
+    settings = {name: str(getattr(arguments, name)) for name in ("run", "overwrite", "resume")}
     for section, fields in vars(arguments.config).items():
-        found |= {f"{section}.{name}": str(value) for name, value in vars(fields).items()}
-    del found["data.corpus"]
-    return found
+        settings |= {f"{section}.{name}": str(value) for name, value in vars(fields).items()}
+    del settings["data.corpus"]
+    return settings
 
 
 def _resumed(name: str, first: _First) -> Config:
@@ -475,8 +475,8 @@ def parse_compare(argv: Sequence[str]) -> tuple[CompareArguments, dict[str, Conf
     variants = {f"base ({arguments.base})": base_config}
     for vary in arguments.vary:
         field_name, equals, values = vary.partition("=")
-        given = bool(equals and values)
-        require(given, f"--vary takes SECTION.FIELD=VALUE,VALUE,..., got {vary!r}.")
+        is_complete = bool(equals and values)
+        require(is_complete, f"--vary takes SECTION.FIELD=VALUE,VALUE,..., got {vary!r}.")
         for value in values.split(","):
             settings = re.split(r"\+(?=\w+\.[\w-]+=)", f"{field_name}={value}")
             names = [_field_name(setting) for setting in settings]

@@ -62,9 +62,9 @@ def with_custom(config: Config, custom: Custom, *, read: bool = False) -> Config
         if isinstance(value, CustomBlock):
             continue
         name, _ = split_options(value)
-        found = find_custom(name, custom, read=read, where=f"model.{field}")
-        full = found + value.removeprefix(name)
-        named[field] = CustomBlock(full, found.block) if isinstance(found, CustomBlock) else full
+        block = find_custom(name, custom, read=read, where=f"model.{field}")
+        full = block + value.removeprefix(name)
+        named[field] = CustomBlock(full, block.block) if isinstance(block, CustomBlock) else full
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **named))
 
 
@@ -81,23 +81,24 @@ def find_custom(name: str, custom: Custom, *, read: bool = False, where: str = "
     file, _, cls = name.rpartition(":")
     if file and not read:
         return name
-    found = _files_with(cls, custom)
+    candidates = _files_with(cls, custom)
     # The file may be elsewhere.
-    found = [x for x in found if Path(x.rpartition(":")[0]).name == Path(file).name] or found
-    require(len(found) == 1, _wrong_custom(name, where, found, custom, read))
-    return found[0]
+    same = [x for x in candidates if Path(x.rpartition(":")[0]).name == Path(file).name]
+    candidates = same or candidates
+    require(len(candidates) == 1, _wrong_custom(name, where, candidates, custom, read))
+    return candidates[0]
 
 
 def _files_with(cls: str, custom: Custom) -> list[str]:
     """FILE.py:CLASS for each of `custom` that has a class of that name."""
-    found = {}
+    candidates = {}
     for source in _sources(custom):
         if isinstance(source, type):
             if source.__qualname__ == cls:
-                found[source] = CustomBlock(custom_name(source), source)
+                candidates[source] = CustomBlock(custom_name(source), source)
         elif cls in _classes(source):
-            found.setdefault(Path(source).resolve(), f"{source}:{cls}")
-    return list(found.values())
+            candidates.setdefault(Path(source).resolve(), f"{source}:{cls}")
+    return list(candidates.values())
 
 
 def _sources(custom: Custom) -> Sequence[Source]:
@@ -122,20 +123,20 @@ def _classes(file: str | Path) -> list[str]:
         pending: list[ast.AST] = [ast.parse(Path(file).read_bytes())]
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise UserError(f"--custom {file} cannot be read as a file of Python: {error}.") from error
-    found = []
+    names = []
     while pending:
         node = pending.pop()
         if isinstance(node, ast.ClassDef):
-            found.append(node.name)
+            names.append(node.name)
         elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.expr):
             pending += reversed(list(ast.iter_child_nodes(node)))  # also in an `if`, a `try`
-    return found
+    return names
 
 
-def _wrong_custom(name: str, where: str, found: list[str], custom: Custom, read: bool) -> str:
+def _wrong_custom(name: str, where: str, candidates: list[str], custom: Custom, read: bool) -> str:
     file, _, cls = name.rpartition(":")
-    if found:
-        return f"There are several classes {cls}: {', '.join(found)}. Leave all but one out."
+    if candidates:
+        return f"There are several classes {cls}: {', '.join(candidates)}. Leave all but one out."
     sources = _sources(custom)
     files = ", ".join(x.__qualname__ if isinstance(x, type) else str(x) for x in sources)
     if read:
@@ -185,14 +186,14 @@ def load_custom(config: ModelConfig) -> ModelConfig:
 
 def custom_sources(config: ModelConfig) -> dict[str, bytes]:
     """The source files of the loaded custom blocks of `config`, by file name."""
-    found = {}
+    sources = {}
     for value in custom_blocks(config).values():
         # There is no file for a class that was typed at a prompt.
         with contextlib.suppress(TypeError, OSError):
             if isinstance(value, CustomBlock):
                 file = Path(inspect.getfile(value.block))
-                found[file.name] = file.read_bytes()
-    return found
+                sources[file.name] = file.read_bytes()
+    return sources
 
 
 def _is_run(folder: Path) -> bool:
@@ -228,10 +229,10 @@ def load_class(name: str) -> type:
     file, _, cls = name.rpartition(":")
     try:
         path = Path(file).resolve()
-        found = path.is_file()
+        exists = path.is_file()
     except (OSError, RuntimeError):  # a name that is too long, a loop of links
-        path, found = Path(), False
-    require(found, f"There is no file {file} with the class {cls}.")
+        path, exists = Path(), False
+    require(exists, f"There is no file {file} with the class {cls}.")
     # As typed, too: in a run, a link may lead out of it.
     for folder in (*path.parents, *Path(file).absolute().parents):
         require(
@@ -258,8 +259,8 @@ def load_class(name: str) -> type:
         getattr(module, "__file__", None) == str(path),
         f"{file} cannot be loaded: a module {stem} is loaded already; rename it.",
     )
-    found = getattr(module, cls, None)
-    if not isinstance(found, type):
+    loaded = getattr(module, cls, None)
+    if not isinstance(loaded, type):
         classes = [
             n
             for n, v in vars(module).items()
@@ -268,8 +269,8 @@ def load_class(name: str) -> type:
         has = f"it has {', '.join(classes)}" if classes else "it has none"
         raise UserError(f"There is no class {cls} in {file}: {has}.")
     require(
-        (found.__module__, found.__qualname__) == (stem, cls),
-        f"{cls} in {file} is another name for {custom_name(found)}: name a class where it is "
+        (loaded.__module__, loaded.__qualname__) == (stem, cls),
+        f"{cls} in {file} is another name for {custom_name(loaded)}: name a class where it is "
         "defined, at the top of its file.",
     )
-    return found
+    return loaded

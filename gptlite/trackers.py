@@ -59,7 +59,7 @@ class TensorBoard:
 
     def __call__(self, step: int, metrics: Mapping[str, float | str]) -> None:
         if self._is_new:
-            # Of a run that is resumed: what comes after its checkpoint is not shown twice.
+            # When a run is resumed, steps after its checkpoint are not shown twice.
             session = self._event.SessionLog
             self._add(step, session_log=session(status=session.START))
             self._is_new = False
@@ -144,9 +144,9 @@ START: dict[str, Callable[[Path, str, Mapping[str, Any]], Tracker]] = {
 def check_installed(names: Sequence[str]) -> None:
     """**Raises:** `UserError` if the package of a tracker is not installed."""
     for name in names:
-        found = importlib.util.find_spec(name)
+        spec = importlib.util.find_spec(name)
         require(
-            found is not None and found.origin is not None,  # more than a folder of that name
+            spec is not None and spec.origin is not None,  # more than a folder of that name
             f'--log.to {name} needs a package: pip install -e ".[{name}]".',
         )
 

@@ -1,4 +1,4 @@
-"""What a model takes, without training it: `python -m gptlite.estimate PRESET --for h100:8`."""
+"""A model's memory and time, untrained: `python -m gptlite.estimate PRESET --for h100:8`."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -26,14 +26,14 @@ class Hardware:
     """Bytes a second that a device receives from the others of its host, or of its TPU slice."""
     source: str
     gpu: str | None = None
-    """What XLA's GPU compiler asks about the device."""
+    """The description of the device that XLA's GPU compiler asks for."""
     network: float | None = None
     """Bytes a second that a GPU receives from other hosts, in NVIDIA's own DGX machines."""
     slices: str = ""
-    """Of a TPU with two dimensions: the slices that there are. Of others, the compiler says it."""
+    """The slices of a TPU with two dimensions. The compiler knows those of others."""
 
 
-# Of the target, XLA's GPU compiler wants to know more than a data sheet says. These are the figures
+# XLA's GPU compiler wants to know more of its target than a data sheet says. These are the figures
 # of CUDA's device query, as in XLA's own specifications (xla/backends/gpu/target_config/specs).
 _GPU = """
 gpu_device_info {{
@@ -64,7 +64,7 @@ def _gpu(flops: float, link: float, network: float, source: str, **spec: Any) ->
     )
 
 
-# Of a TPU's links, Google gives the sum of both directions, and of all ports.
+# Google gives the sum of both directions, and of all ports, of a TPU's links.
 _GOOGLE = "docs.cloud.google.com/tpu/docs/"
 _FLAT = "1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16"
 HARDWARE: dict[str, Hardware] = {
@@ -183,10 +183,10 @@ def describe(target: str) -> tuple[Hardware, Sequence[Any]]:
             alone = {"chips_per_host_bounds": (1, 1, 1)} if size == "1x1" else {}
             return hardware, topologies.get_topology_desc(target, "tpu", **alone).devices
         hosts = math.ceil(count / GPUS_PER_HOST)
-        found = topologies.get_topology_desc(
+        topology = topologies.get_topology_desc(
             name, "cuda", topology=f"{hosts}x1x{count // hosts}", target_config=hardware.gpu
         )
-        return hardware, found.devices
+        return hardware, topology.devices
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(

@@ -61,7 +61,7 @@ class Operation:
     operands: tuple[str, ...]
     """Names; of a parameter its number, and of a constant its value."""
     rest: str
-    """What follows the operands."""
+    """The text after the operands."""
 
     @property
     def size(self) -> float:
@@ -75,8 +75,8 @@ class Operation:
 
     def called(self, name: str) -> list[str]:
         """The computations that the attribute `name` lists."""
-        found = re.search(name + r"=\{?((?:%[\w.\-]+(?:, )?)+)", self.rest)
-        return [] if found is None else re.findall(r"%([\w.\-]+)", found[1])
+        match = re.search(name + r"=\{?((?:%[\w.\-]+(?:, )?)+)", self.rest)
+        return [] if match is None else re.findall(r"%([\w.\-]+)", match[1])
 
 
 Computation = dict[str, Operation]
@@ -87,11 +87,11 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
     computations: dict[str, Computation] = {}
     entry, current = "", {}
     for line in _METADATA.sub("kernel_metadata={}", text).splitlines():
-        if found := _HEADER.match(line):
-            current = computations[found[2]] = {}
-            entry = found[2] if found[1] else entry
-        elif found := _LINE.match(line):
-            name, results, kind, rest = found.groups()
+        if match := _HEADER.match(line):
+            current = computations[match[2]] = {}
+            entry = match[2] if match[1] else entry
+        elif match := _LINE.match(line):
+            name, results, kind, rest = match.groups()
             operands, rest = _split_operands(rest)
             arrays = [
                 Result(dtype, tuple(int(n) for n in shape.split(",") if n), "S(" not in layout)
@@ -122,12 +122,12 @@ class Work:
     longest counts."""
 
     flops: float = 0.0
-    """Of products: two for each multiply-add, and of attention those that its mask leaves."""
+    """Those of products: two for each multiply-add; in attention, those that its mask leaves."""
     wide_flops: float = 0.0
     """Those of products whose factors are not in half precision."""
     read: float = 0.0
     written: float = 0.0
-    """Bytes. What an operation reads twice, it reads once; caches keep nothing."""
+    """Bytes. An operation reads each of its inputs once; caches keep nothing."""
     seconds: float = 0.0
     """Each operation takes as long as its products at the device's peak, or its bytes, whichever
     is longer."""
@@ -215,11 +215,11 @@ class _Reader:
     def _one(self, operation: Operation, computation: Computation, channels: set[str]) -> Work:
         """`channels`: those of the collectives so far, which are parts of several fusions if they
         go on while these compute."""
-        found = Work()
+        work = Work()
         kind = operation.kind.removesuffix("-start")
         if kind in COLLECTIVES:
-            self._exchange(found, operation, computation, kind)
-            return found
+            self._exchange(work, operation, computation, kind)
+            return work
         operands = [computation[name] for name in operation.operands if name in computation]
         written, read = operation.traffic, sum(operand.traffic for operand in operands)
         if kind == "fusion":
@@ -231,7 +231,7 @@ class _Reader:
                 channel = re.search(r"channel_id=(\d+)", op.rest)
                 if op.kind in COLLECTIVES and (channel is None or channel[1] not in channels):
                     scattered = "AllReduceScatterFusion" in operation.rest
-                    self._exchange(found, op, body, "reduce-scatter" if scattered else op.kind)
+                    self._exchange(work, op, body, "reduce-scatter" if scattered else op.kind)
                     channels.update(channel.groups() if channel is not None else ())
         elif kind == "dynamic-update-slice":
             written = read = operands[1].traffic
@@ -239,37 +239,37 @@ class _Reader:
             # One that is started lists its input, too.
             result = min(operation.arrays[:2], key=lambda array: array.size)
             written, read = result.traffic, result.size if operands[0].traffic else 0.0
-        self._multiply(found, operation, computation)
-        found.read, found.written = read, written
-        found.seconds = max(
-            found.flops / self.hardware.flops, (read + written) / self.hardware.bandwidth
+        self._multiply(work, operation, computation)
+        work.read, work.written = read, written
+        work.seconds = max(
+            work.flops / self.hardware.flops, (read + written) / self.hardware.bandwidth
         )
         what = "+".join(f"{array.dtype}{list(array.shape)}" for array in operation.arrays[:3])
-        found.by_operation[f"{kind} {what}"] += found.seconds
-        return found
+        work.by_operation[f"{kind} {what}"] += work.seconds
+        return work
 
-    def _multiply(self, found: Work, operation: Operation, computation: Computation) -> None:
+    def _multiply(self, work: Work, operation: Operation, computation: Computation) -> None:
         """Adds the products of `operation`."""
         kind, rest = operation.kind, operation.rest
         if kind == "fusion":
             for name in operation.called("calls"):
                 body = self.computations[name]
                 for op in body.values():
-                    self._multiply(found, op, body)
+                    self._multiply(work, op, body)
             return
         kernel = re.search(
             r'custom_call_target="(__cudnn\$fmha\w+)"|(splash_\w+)/pallas_call', rest
         )
         if kind == "custom-call" and kernel is not None:
             name = kernel[1] or kernel[2]
-            found.attention[name] += 1
+            work.attention[name] += 1
             products = next(n for part, n in _ATTENTION.items() if part in name)
             # The queries of splash attention, and cuDNN's first result, which has their shape:
             # [batch, heads, seq, d_head].
             factors = [array for name in operation.operands for array in computation[name].arrays]
             arrays = operation.arrays if kernel[1] else factors
             shape = next(array.shape for array in arrays if array.dtype in ("bf16", "f16"))
-            found.flops += products * 2 * math.prod(shape) * _mean_keys(rest, shape[-2])
+            work.flops += products * 2 * math.prod(shape) * _mean_keys(rest, shape[-2])
             return
         contracted = re.search(r"lhs_contracting_dim(?:s=\{|ensions\":\[)([\d,\"]*)", rest)
         if kind == "convolution":
@@ -284,12 +284,12 @@ class _Reader:
             flops = 2 * math.prod(operation.arrays[0].shape) * length
         else:
             return
-        found.flops += flops
+        work.flops += flops
         if factor.dtype not in ("bf16", "f16"):
-            found.wide_flops += flops
+            work.wide_flops += flops
 
     def _exchange(
-        self, found: Work, operation: Operation, computation: Computation, kind: str
+        self, work: Work, operation: Operation, computation: Computation, kind: str
     ) -> None:
         groups = _groups(operation.rest)
         size, n = sum(computation[name].size for name in operation.operands), len(groups[0])
@@ -302,17 +302,17 @@ class _Reader:
             "all-to-all": size * (n - 1) / n,
             "collective-permute": size,
         }[kind]
-        found.collectives[kind][0] += 1
-        found.collectives[kind][1] += received
-        found.link_seconds += max(self._link_seconds(kind, received, group) for group in groups)
+        work.collectives[kind][0] += 1
+        work.collectives[kind][1] += received
+        work.link_seconds += max(self._link_seconds(kind, received, group) for group in groups)
 
     def _link_seconds(self, kind: str, received: float, group: list[int]) -> float:
         """How long it takes, at least, until each device of `group` has received so many bytes."""
         hosts = len({device // GPUS_PER_HOST for device in group})
         if self.hardware.network is None or hosts == 1:
             return received / self.hardware.link
-        # What all GPUs of a host are to have comes to the host once, in equal parts through their
-        # networks, and goes on from GPU to GPU. What one of them is to have comes through its own.
+        # Data for all GPUs of a host comes to the host once, in equal parts through their
+        # networks, and goes on from GPU to GPU. Data for one of them comes through its own.
         if kind == "all-to-all":
             outside = (len(group) - len(group) / hosts) / (len(group) - 1)
         else:
@@ -321,8 +321,9 @@ class _Reader:
 
 
 def _mean_keys(kernel: str, seq: int) -> float:
-    """How many of `seq` keys a query of an attention kernel sees on average. Of a causal one, half:
-    as many as a kernel multiplies that leaves out nothing but whole blocks above the diagonal."""
+    """How many of `seq` keys a query of an attention kernel sees on average. With a causal
+    mask, half: as many as a kernel multiplies that leaves out nothing but whole blocks above the
+    diagonal."""
     window = re.search(r'sliding_window_length": "?([1-9]\d*)|splash_window(\d+)', kernel)
     if window is not None:
         width = min(int(window[1] or window[2]), seq)
@@ -337,7 +338,7 @@ def _fusion_bytes(
     place, the part; nothing of one that it passes on, as those do that wait for a collective."""
 
     def source(name: str) -> str:
-        """What `name` is another name of."""
+        """The name that `name` stands for."""
         return source(body[name].operands[0]) if body[name].kind == "bitcast" else name
 
     users = defaultdict(list)

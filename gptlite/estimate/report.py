@@ -12,8 +12,8 @@ LONGEST = 5
 
 
 def report(step: CompiledStep, hardware: Hardware) -> str:
-    """What a training step takes on the devices that it is compiled for, which are those of
-    `hardware`."""
+    """The memory and time that a training step takes on the devices that it is compiled for,
+    which are those of `hardware`."""
     model, steps = step.model, step.steps
     context, mesh = model.config.context_length, steps.mesh
     devices, tokens = mesh.size, steps.training.batch_size * context
@@ -25,16 +25,16 @@ def report(step: CompiledStep, hardware: Hardware) -> str:
     ]
     if step.compiled is None:
         return "\n".join([*lines, f"It does not fit: {step.refusal}"])
-    found = work(step.compiled.as_text(), hardware)
+    total = work(step.compiled.as_text(), hardware)
     lines += _memory(step, hardware)
-    lines += ["", *_arithmetic(found), *_exchange(found), ""]
+    lines += ["", *_arithmetic(total), *_exchange(total), ""]
     # Model FLOPs utilization (Chowdhery et al., 2022, "PaLM", appendix B): the backward pass counts
     # twice the forward pass, and what is computed once more does not. There, the masked half of
     # attention counts; here, little of it does. Frozen parameters have no gradient.
     forward, training = flops_per_token(model)
     spared = training - flops_per_token(model, steps.trainable)[1]
     useful = (3 * forward - spared) * tokens / devices
-    lines += _bound(found, hardware, useful)
+    lines += _bound(total, hardware, useful)
     lines += ["", f"Compiled in {step.seconds:.0f} s. Peaks: {hardware.source}."]
     return "\n".join(lines)
 
@@ -68,42 +68,42 @@ def _memory(step: CompiledStep, hardware: Hardware) -> list[str]:
     ]
 
 
-def _arithmetic(found: Work) -> list[str]:
-    attention = ", ".join(f"{count} x {name}" for name, count in sorted(found.attention.items()))
+def _arithmetic(total: Work) -> list[str]:
+    attention = ", ".join(f"{count} x {name}" for name, count in sorted(total.attention.items()))
     lines = [
         "a step, on each device",
-        f"  products               {_figure(found.flops / 1e12)}  TFLOP, "
-        f"{_figure(found.wide_flops / 1e12).strip()} of them not in half precision",
-        f"  read, written          {_figure(found.read / 1e9)}  "
-        f"{_figure(found.written / 1e9).strip()} GB",
+        f"  products               {_figure(total.flops / 1e12)}  TFLOP, "
+        f"{_figure(total.wide_flops / 1e12).strip()} of them not in half precision",
+        f"  read, written          {_figure(total.read / 1e9)}  "
+        f"{_figure(total.written / 1e9).strip()} GB",
         f"  fused attention        {attention or 'none':>8}",
     ]
-    if found.unknown_loops:
+    if total.unknown_loops:
         lines.append(
-            f"  loops                  {found.unknown_loops:>8}  are counted once, for it is not "
+            f"  loops                  {total.unknown_loops:>8}  are counted once, for it is not "
             "known how often they run: the true figures are larger"
         )
     return lines
 
 
-def _exchange(found: Work) -> list[str]:
-    if not found.collectives:
+def _exchange(total: Work) -> list[str]:
+    if not total.collectives:
         return ["  received               nothing"]
     return [
         f"  received, {kind:<18} {_figure(size / 1e9)}  GB in {count:.0f}"
-        for kind, (count, size) in sorted(found.collectives.items())
+        for kind, (count, size) in sorted(total.collectives.items())
     ]
 
 
-def _bound(found: Work, hardware: Hardware, useful: float) -> list[str]:
-    least = max(found.seconds, found.link_seconds)
+def _bound(total: Work, hardware: Hardware, useful: float) -> list[str]:
+    least = max(total.seconds, total.link_seconds)
     rows = {
-        "products at the peak": found.flops / hardware.flops,
-        "reading and writing": (found.read + found.written) / hardware.bandwidth,
-        "operation by operation": found.seconds,
-        "links": found.link_seconds,
+        "products at the peak": total.flops / hardware.flops,
+        "reading and writing": (total.read + total.written) / hardware.bandwidth,
+        "operation by operation": total.seconds,
+        "links": total.link_seconds,
     }
-    longest = heapq.nlargest(LONGEST, found.by_operation.items(), key=lambda item: item[1])
+    longest = heapq.nlargest(LONGEST, total.by_operation.items(), key=lambda item: item[1])
     return [
         "at least, at the data sheet's peaks   ms",
         *(f"  {name:<28} {_figure(seconds * 1e3)}" for name, seconds in rows.items()),

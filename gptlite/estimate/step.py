@@ -30,7 +30,7 @@ class CompiledStep:
     compiled: Any
     """None if the compiler refuses the step because it does not fit. A TPU's does that."""
     refusal: str
-    """What the compiler says then."""
+    """The compiler's words then."""
     seconds: float
     """That it took to compile."""
 
@@ -108,6 +108,6 @@ def usable_memory(hardware: Hardware) -> float:
 def memory_share(step: CompiledStep, hardware: Hardware) -> float:
     """Which share of the usable memory a step takes. Up to 1, it fits."""
     share = step.used / usable_memory(hardware)
-    # A TPU's compiler refuses what does not fit. What it says of a step that is close to the limit
-    # adds up to a little more than the memory.
+    # A TPU's compiler refuses a step that does not fit. The figures that it gives of one close to
+    # the limit add up to a little more than the memory.
     return share if hardware.gpu or step.compiled is None else min(share, 1.0)

@@ -83,7 +83,7 @@ class CrossAttention(eqx.Module):
 
 
 class BlockCache(eqx.Module):
-    """What a `DecoderBlock` keeps."""
+    """The keys and values that a `DecoderBlock` keeps."""
 
     attention: Any
     memory: MemoryKV
@@ -121,13 +121,13 @@ class DecoderBlock(Block):
         **Raises:** `ValueError` (while tracing) if there is neither a cache nor `context.memory`.
         """
         keys = split_key(key, 5)
-        kept = None if cache is None else cache.attention
-        x, kept = self._add_attention(x, kept, context, keys[0], keys[1])
+        own = None if cache is None else cache.attention
+        x, own = self._add_attention(x, own, context, keys[0], keys[1])
         memory = self._read_memory(context) if cache is None else cache.memory
         y = self.cross_attention(self.cross_residual.before(x), memory, key=keys[2])
         x = self.cross_residual.after(x, drop(y, self.dropout, keys[3]))
         x, aux_loss = self._add_mlp(x, context, keys[4])
-        return x, None if cache is None else BlockCache(kept, memory), aux_loss
+        return x, None if cache is None else BlockCache(own, memory), aux_loss
 
     def _read_memory(self, context: Context) -> MemoryKV:
         if context.memory is None:

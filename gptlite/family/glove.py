@@ -22,7 +22,7 @@ def read_glove(
     **Raises:** `UserError` if the file cannot be read, a line has another format, or the file has
     none of the words.
     """
-    found: dict[str, np.ndarray] = {}
+    vectors: dict[str, np.ndarray] = {}
     wanted, d = set(words), 0
     try:
         with open(path, encoding="utf-8") as file:
@@ -39,18 +39,18 @@ def read_glove(
                     f"{line[:60].rstrip()!r}.",
                 )
                 if word in wanted:
-                    found[word] = _vector(numbers, f"Line {number} of {path}")
+                    vectors[word] = _vector(numbers, f"Line {number} of {path}")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"The vectors in {path} cannot be read: {error}.") from error
-    if not found:
+    if not vectors:
         example = f", as {words[0]!r}" if words else ""
         raise UserError(f"{path} has none of the {len(words):,} words{example}.")
-    known = np.array([word in found for word in words])
-    all_found = np.stack(list(found.values()))
+    known = np.array([word in vectors for word in words])
+    stacked = np.stack(list(vectors.values()))
     drawn = np.random.default_rng(seed).normal(
-        all_found.mean(axis=0), all_found.std(axis=0), size=(len(words), d)
+        stacked.mean(axis=0), stacked.std(axis=0), size=(len(words), d)
     )
-    drawn[known] = [found[word] for word in words if word in found]
+    drawn[known] = [vectors[word] for word in words if word in vectors]
     return drawn.astype(np.float32), known
 
 

@@ -101,8 +101,8 @@ class Seq2Seq(eqx.Module):
             source, Context(lengths=source_lengths), key=encoder_key
         )
         context = Context(lengths=lengths, memory=memory, memory_lengths=source_lengths)
-        logits, more = self.decoder.with_aux_loss(inputs, context, key=decoder_key)
-        return logits, aux_loss + more
+        logits, decoder_loss = self.decoder.with_aux_loss(inputs, context, key=decoder_key)
+        return logits, aux_loss + decoder_loss
 
     def encode(
         self, source: Int[Array, "*batch source_seq"], source_lengths: PerSequence | None = None

@@ -45,7 +45,7 @@ def train(
     - `batch_fn(step)`: NumPy arrays, in any pytree, that begin with an axis of
       `training.batch_size`. Training can be repeated only if the same step always gets the same
       batch. Called on a thread.
-    - `evaluate(model)`: called every `training.eval_every` steps and at the end. What it returns is
+    - `evaluate(model)`: called every `training.eval_every` steps and at the end. Its result is
       printed. The model is valid only during the call.
 
     **Raises:** `UserError` if the devices cannot share a batch, the optimizer does not fit the

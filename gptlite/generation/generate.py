@@ -153,8 +153,8 @@ def stream(
       120 tokens of a small model.
     - `lengths`: how many tokens of each prompt are real; padding follows them. Default: all.
     - `key`: for all rows: row `i` is drawn with `jax.random.fold_in(key, i)`.
-    - `keys`: in place of `key`, a key for each row. Of keys of the kind `rbg`, `jax.vmap` uses only
-      the first, so that a row depends on the others.
+    - `keys`: in place of `key`, a key for each row. `jax.vmap` uses only the first of keys of the
+      kind `rbg`, so that a row depends on the others.
 
     **Raises:** `UserError` if there is neither a key nor keys, or both, a prompt is empty or longer
     than the context, memory is too small, the devices of a `PreparedModel` cannot share the rows
@@ -186,7 +186,7 @@ def stream(
     sampling = Sampling.of([config] * len(prompt))
     room = padded_length(longest, context_length)
     capacity = max(room, padded_length(longest + max_new_tokens, context_length))
-    # What is read at once, at the start or when the context is full.
+    # The number of tokens read at once, at the start or when the context is full.
     is_long = longest + max_new_tokens > context_length
     again = padded_length(context_length // 2, context_length) if is_long else 0
     part = min(MAX_PREFILL, max(room, again))
@@ -245,7 +245,7 @@ def _prefill_prompt(
     padded[:, : ids.shape[1]] = ids[:, :room]
     state = None
     for start in range(0, room, MAX_PREFILL):
-        # A text that has ended adds nothing. What is written after it is padding.
+        # A text that has ended adds nothing. The ids after it are padding.
         read = np.minimum(length, start)
         here = np.clip(length - start, 0, MAX_PREFILL)
         inputs = PrefillInputs(prepared, padded[:, start : start + MAX_PREFILL], read, here)

@@ -56,7 +56,7 @@ def candidates(
     exclude have -inf.
 
     top-k: Fan et al., 2018, section 5.4. top-p: Holtzman et al., 2020, section 3.1. min-p:
-    Nguyen et al., 2024, section 3. Of equal logits the lower id comes first.
+    Nguyen et al., 2024, section 3. Among equal logits the lower id comes first.
     """
     temperature = jnp.asarray(sampling.temperature)[:, None]
     # Shifted before the division, so that a tiny temperature gives no infinity.

@@ -36,8 +36,8 @@ def stream_texts(
 ) -> Iterator[list[str]]:
     """Texts that continue a prompt, a few tokens at a time: the next piece of each of them.
 
-    The same seed gives the same texts; the first is the same however many are asked for. Of a
-    prompt that is longer than the model's context, the model reads the end. `stop`: see
+    The same seed gives the same texts; the first is the same however many are asked for. If a
+    prompt is longer than the model's context, the model reads its end. `stop`: see
     `TextStream`.
 
     **Raises:** `UserError` as `prompt_ids` and `generate.stream` do.

@@ -34,7 +34,7 @@ GATED = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh"}
 # Other names of the same functions.
 SYNONYMS = {"gelu_new": "gelu_pytorch_tanh", "swish": "silu"}
 
-# Of a model, in any direction.
+# The size of a model, in any direction.
 MAX_SIZE = 10_000_000
 # Fields that change nothing that gptlite computes.
 IGNORED = {
@@ -62,8 +62,8 @@ IGNORED = {
     *("output_scores", "return_dict_in_generate", "remove_invalid_values"),
 }
 
-# What `transformers` takes for a field that is absent (one that is null is another thing), where
-# that differs between architectures.
+# The values that `transformers` takes for a field that is absent (one that is null is another
+# thing), where they differ between architectures.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096},
@@ -583,22 +583,25 @@ class _Import:
     def rope(self, kind: str, window: int | None) -> RotaryOptions:
         """The options of `rotary`. (Their classes read old names of fields, too: see
         `convert_rope_params_to_dict`.)"""
-        found = self.get("rope_parameters", {}, dict)
+        rope_fields = self.get("rope_parameters", {}, dict)
         scaling = self.get("rope_scaling", {}, dict)
         self.require("partial_rotary_factor", 1.0, default=1.0)
         if kind == "gemma3_text":
-            of = _Import(found)
+            of = _Import(rope_fields)
             full, sliding = (of.get(f"{x}_attention", {}, dict) for x in ("full", "sliding"))
             of.end()
             full = {"rope_theta": self.get("rope_theta", 1_000_000.0), **full, **scaling}
             sliding = {"rope_theta": self.get("rope_local_base_freq", 10_000.0), **sliding}
-            found = full if window is None else sliding
+            rope_fields = full if window is None else sliding
         else:
-            found = {"rope_theta": self.get("rope_theta", 10_000.0), **(scaling or found)}
-        if "type" in found:  # its name before
-            found = {"rope_type": found["type"], **found}
-            del found["type"]
-        rope = _Import({f"rope_parameters.{name}": x for name, x in found.items()})
+            rope_fields = {
+                "rope_theta": self.get("rope_theta", 10_000.0),
+                **(scaling or rope_fields),
+            }
+        if "type" in rope_fields:  # its name before
+            rope_fields = {"rope_type": rope_fields["type"], **rope_fields}
+            del rope_fields["type"]
+        rope = _Import({f"rope_parameters.{name}": x for name, x in rope_fields.items()})
         rope.asked.clear()
         rope.require("rope_parameters.partial_rotary_factor", 1.0, default=1.0)
         theta = float(rope.number("rope_parameters.rope_theta"))
@@ -653,7 +656,7 @@ class Names:
 
 def import_arrays(names: Names, wanted: Mapping[str, Any], get: Any) -> dict[str, np.ndarray]:
     """Our parameters, in float32. `wanted` are shapes by our names; `get(name)` returns theirs."""
-    found = {}
+    weights = {}
     for name, leaf in wanted.items():
         layers = []
         for theirs in names.of(name):
@@ -666,14 +669,14 @@ def import_arrays(names: Names, wanted: Mapping[str, Any], get: Any) -> dict[str
             if names.is_gain(name) and name.endswith(".weight"):
                 array = array + np.float32(names.family.gain_offset)
             layers.append(array)
-        found[name] = np.stack(layers) if name.startswith("stack.blocks.") else layers[0]
+        weights[name] = np.stack(layers) if name.startswith("stack.blocks.") else layers[0]
         shape = tuple(leaf.shape)
         require(
-            found[name].shape == shape,
+            weights[name].shape == shape,
             f"The model's {names.of(name)[0]} has the shape {list(layers[0].shape)}, and its "
             f"config calls for {list(shape[1:] if len(layers) > 1 else shape)}.",
         )
-    return found
+    return weights
 
 
 def export_arrays(

@@ -68,10 +68,10 @@ def open_dataset(name: str) -> Corpus:
             reading = _streaming(builder)[split]  # another one, at its beginning
             if state is not None:
                 reading.load_state_dict(state)
-            found = (text for row in reading if (text := row[column]))
+            cells = (text for row in reading if (text := row[column]))
             if not is_text:
-                yield from found
-            while is_text and (part := "".join(itertools.islice(found, LINES))):
+                yield from cells
+            while is_text and (part := "".join(itertools.islice(cells, LINES))):
                 yield part
         except (UserError, GeneratorExit, KeyboardInterrupt):
             raise

@@ -120,10 +120,10 @@ def _read(path: Path) -> dict[str, Any]:
 def _end_ids(folder: Path, fields: dict[str, Any], vocab_size: int) -> list[int]:
     """The ids that end a text: `eos_token_id` is an id, several, or none."""
     path = folder / "generation_config.json"
-    found = (_read(path) if path.exists() else fields).get("eos_token_id")
-    ids = found if isinstance(found, list) else [] if found is None else [found]
+    ids = (_read(path) if path.exists() else fields).get("eos_token_id")
+    ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
     right = all(type(i) is int and i >= 0 for i in ids)
-    require(right, f"The model's eos_token_id must be ids, got {str(found)[:100]!r}.")
+    require(right, f"The model's eos_token_id must be ids, got {str(ids)[:100]!r}.")
     # Defaults of another vocabulary are never generated.
     return [i for i in ids if i < vocab_size]
 
@@ -167,15 +167,15 @@ class _Tensors:
     def get(self, name: str) -> np.ndarray:
         """A tensor. A model without a head's name in front is found, too."""
         bare = name.removeprefix(f"{self._prefix}.")
-        found = name if name in self._files else bare
-        require(found in self._files, f"The weights in {self._folder} lack {name}.")
-        self._left.discard(found)
+        stored = name if name in self._files else bare
+        require(stored in self._files, f"The weights in {self._folder} lack {name}.")
+        self._left.discard(stored)
         try:
-            array = np.asarray(self._files[found].get_tensor(found))
+            array = np.asarray(self._files[stored].get_tensor(stored))
         except (OSError, KeyError, TypeError, safetensors.SafetensorError) as error:
-            raise UserError(f"{found} in {self._folder} cannot be read: {error}.") from error
+            raise UserError(f"{stored} in {self._folder} cannot be read: {error}.") from error
         kinds = ("float16", "bfloat16", "float32", "float64")
-        require(array.dtype.name in kinds, f"{found} in {self._folder} is {array.dtype}.")
+        require(array.dtype.name in kinds, f"{stored} in {self._folder} is {array.dtype}.")
         return array
 
     def end(self, known: dict[str, np.ndarray]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from gptlite.errors import UserError
 
 INDEX = "model.safetensors.index.json"
-# What is fetched of a model before its weights: no pickles, and no code.
+# Files of a model that are fetched before its weights: no pickles, and no code.
 FILES = [
     "config.json",
     "generation_config.json",

@@ -59,7 +59,7 @@ class HFTokenizer(Decoding):
         if not all(type(i) is int and 0 <= i < vocab_size for i in end_ids):
             raise ValueError(f"its end_ids must be ids, got {str(end_ids)[:100]}")
         self._vocab_size, self._end_ids = vocab_size, tuple(end_ids)
-        # What it puts before every text, such as Llama 3's <|begin_of_text|>.
+        # Tokens that it puts before every text, such as Llama 3's <|begin_of_text|>.
         bare, whole = (self._tokenizer.encode("a", add_special_tokens=x).ids for x in (False, True))
         self._start_ids = tuple(whole[: len(whole) - len(bare)]) if _ends(whole, bare) else ()
         # Without bytes to fall back on, unknown characters would be left out.

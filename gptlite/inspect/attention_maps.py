@@ -32,11 +32,11 @@ def attention_maps(
 def _attention_maps(
     model: Any, arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> dict[str, Array]:
-    found: dict[str, Array] = {}
+    maps: dict[str, Array] = {}
 
-    def on_call(name, module, given, others, out):
-        weights = found[name] = module.weights(*given, **others)
-        x = given[0]
+    def on_call(name, module, inputs, others, out):
+        weights = maps[name] = module.weights(*inputs, **others)
+        x = inputs[0]
         require(
             weights.shape[:-3] == x.shape[:-2] and weights.shape[-2] == x.shape[-2],
             f"{name}.weights must return [*batch, heads, seq, keys] for inputs of "
@@ -44,7 +44,7 @@ def _attention_maps(
         )
 
     with_call_hook(model, _has_weights, on_call)(*arguments, **options)
-    return found
+    return maps
 
 
 def _has_weights(node: Any) -> bool:

@@ -17,8 +17,8 @@ OnCall = Callable[[str, Any, tuple[Any, ...], dict[str, Any], Any], None]
 
 
 def with_call_hook(model: M, is_hooked: Callable[[Any], bool], on_call: OnCall) -> M:
-    """A copy of `model` that calls `on_call` at every call of a module that `is_hooked`. Of such
-    modules inside each other, only the outermost counts."""
+    """A copy of `model` that calls `on_call` at every call of a module that `is_hooked`. If
+    such modules are inside each other, only the outermost counts."""
 
     def hook(path, node):
         if not is_hooked(node):

@@ -16,9 +16,9 @@ def residual_stream(
     blocks = model.stack.blocks
     stream: list[Array] = []
 
-    def on_call(name, block, given, options, out):
+    def on_call(name, block, inputs, options, out):
         if not stream:
-            stream.append(given[0])
+            stream.append(inputs[0])
         stream.append(out[0])
 
     with_call_hook(model, lambda node: any(node is block for block in blocks), on_call)(ids)

@@ -44,7 +44,7 @@ def activation_bytes(model: Any, batch_size: int) -> int:
     compiler may keep less, and recompute the rest."""
     params, static = eqx.partition(model, is_array)
 
-    def kept(rows: int) -> int:
+    def activations(rows: int) -> int:
         residuals = jax.eval_shape(
             lambda params, *inputs: jax.vjp(lambda p: eqx.combine(p, static)(*inputs), params)[1],
             params,
@@ -53,7 +53,7 @@ def activation_bytes(model: Any, batch_size: int) -> int:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(residuals))
 
     # Twice the batch keeps twice the activations, and the same parameters.
-    return kept(2 * batch_size) - kept(batch_size)
+    return activations(2 * batch_size) - activations(batch_size)
 
 
 def _inputs(model: Any, *batch: int) -> list[jax.ShapeDtypeStruct]:
@@ -114,8 +114,8 @@ def _modules(model: Any) -> list[tuple[str, int, Any, str]]:
         shapes[name] = _shape(out[0] if isinstance(out, tuple) else out)
 
     out = eqx.filter_eval_shape(with_call_hook(model, _holds_arrays, on_call), *_inputs(model, 1))
-    found = jax.tree_util.tree_leaves_with_path(model, is_leaf=_holds_arrays)
-    modules = [(path_name(path), node) for path, node in found if _holds_arrays(node)]
+    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=_holds_arrays)
+    modules = [(path_name(path), node) for path, node in nodes if _holds_arrays(node)]
     layers = model.config.n_layers
     # A head is never called: only its weight is used.
     shapes |= {name: _shape(out) for name, _ in modules if name.endswith("head")}

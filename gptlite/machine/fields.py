@@ -66,8 +66,8 @@ Occasion = Literal["resume", "weights", "comparison"]
 
 
 class Free:
-    """A note in `Annotated`: the occasions on which the field may change. Of a section, it holds
-    for all of its fields."""
+    """A note in `Annotated`: the occasions on which the field may change. A section's
+    holds for all of its fields."""
 
     def __init__(self, *on: Occasion):
         self.on = on

@@ -35,8 +35,8 @@ def check_folder_name(option: str, name: str) -> None:
 def folders_with(parent: Path, file: str) -> list[Path]:
     """The folders in `parent` that have such a file. Not hidden ones, which are what `--overwrite`
     leaves if it is killed, and none whose name is not Unicode."""
-    found = (path.parent for path in parent.glob(f"[!.]*/{file}"))
-    return [path for path in found if path.name.encode(errors="ignore").decode() == path.name]
+    folders = (path.parent for path in parent.glob(f"[!.]*/{file}"))
+    return [path for path in folders if path.name.encode(errors="ignore").decode() == path.name]
 
 
 def lock(path: Path, busy: str, seconds: float = 0.0) -> AcquireReturnProxy:

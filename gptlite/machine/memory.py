@@ -53,9 +53,9 @@ def check_cache_memory(model: Any, batch: int, capacity: int, part: int, copied:
 
 def _free_in_machine() -> Iterator[int]:
     if os.path.exists("/proc/meminfo"):  # Linux, where cached files count as free
-        found = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text("ascii"))
-        if found is not None:
-            yield 1024 * int(found[1])
+        match = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text("ascii"))
+        if match is not None:
+            yield 1024 * int(match[1])
     elif "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ()):
         yield os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 

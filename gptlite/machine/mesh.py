@@ -104,8 +104,8 @@ def place_batches(tree: T, mesh: Mesh) -> T:
 def local_rows(mesh: Mesh, rows: int) -> Int[np.ndarray, " local"]:
     """Which of the `rows` rows of a batch the devices of this process have."""
     sharding = NamedSharding(mesh, PartitionSpec(MESH_AXES["batch"]))
-    found = sharding.addressable_devices_indices_map((rows,)).values()
-    parts = {place[0].indices(rows)[:2] for place in found if place is not None}
+    places = sharding.addressable_devices_indices_map((rows,)).values()
+    parts = {place[0].indices(rows)[:2] for place in places if place is not None}
     return np.concatenate([np.arange(*part) for part in sorted(parts)])
 
 

@@ -39,10 +39,10 @@ class BlockNames(Rule):
     def check(self, name: str, value: Any) -> None:
         """**Raises:** `UserError` if `value` names none of these."""
         block, _ = split_options(value)
-        more = ", or FILE.py:CLASS for a custom block" if self.custom else ""
+        custom = ", or FILE.py:CLASS for a custom block" if self.custom else ""
         require(
             block in self.names or (self.custom and is_custom(block)),
-            f"{name} must be one of {', '.join(self.names)}{more}, got {value!r}.",
+            f"{name} must be one of {', '.join(self.names)}{custom}, got {value!r}.",
         )
 
     @staticmethod
@@ -70,7 +70,7 @@ def with_options(name: str, options: Any) -> str:
     return ":".join([name, *(f"{option}={str(x).lower()}" for option, x in changed.items())])
 
 
-def parse_options(name: str, make: Callable[..., Any], given: Mapping[str, str]) -> dict[str, Any]:
+def parse_options(name: str, make: Callable[..., Any], texts: Mapping[str, str]) -> dict[str, Any]:
     """The options of a block, in the types that the annotations of `make` name: of a dataclass of
     options, or of a custom block.
 
@@ -82,7 +82,7 @@ def parse_options(name: str, make: Callable[..., Any], given: Mapping[str, str])
         if parameter.kind is parameter.KEYWORD_ONLY and option not in ("key", "causal")
     }
     options = {}
-    for option, text in given.items():
+    for option, text in texts.items():
         if option not in known:
             has = f"its options are {', '.join(known)}" if known else "it has no options"
             raise UserError(f"{name} has no option {option}: {has}.")

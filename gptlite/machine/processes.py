@@ -28,7 +28,7 @@ from gptlite.machine.progress import log, print_error, printable, sentence_of
 ERRORS = "gptlite/errors/"
 # Characters of such an error.
 MAX_ERROR = 2000
-# What an error says that may have its cause in another process.
+# Words of an error that may have its cause in another process.
 LOST = re.compile(
     "Gloo|NCCL|[Bb]arrier|[Cc]oordination ?[Ss]ervice|DEADLINE_EXCEEDED|UNAVAILABLE|ABORTED"
 )
@@ -63,9 +63,9 @@ class DistributedConfig:
 
     def __post_init__(self):
         check_fields("distributed.", self)
-        given = [x is not None for x in (self.coordinator, self.processes, self.process)]
+        is_given = [x is not None for x in (self.coordinator, self.processes, self.process)]
         require(
-            all(given) or not any(given),
+            all(is_given) or not any(is_given),
             "distributed.coordinator, distributed.processes and distributed.process belong "
             "together: give all three, or none.",
         )
@@ -233,9 +233,9 @@ class _Others:
                 look()
 
     def _look_for_errors(self) -> None:
-        found = self._client.key_value_dir_get(ERRORS)
-        if found:
-            key, value = min(found)
+        errors = self._client.key_value_dir_get(ERRORS)
+        if errors:
+            key, value = min(errors)
             process, (code, said) = key.rpartition("/")[2], value.split(" ", 1)
             self._end(said if process == "0" else f"{said} (process {process})", int(code))
 
@@ -349,8 +349,8 @@ def max_over_processes(*numbers: int) -> tuple[int, ...]:
     import numpy as np
     from jax.experimental import multihost_utils
 
-    found = multihost_utils.process_allgather(np.asarray(numbers, np.int32))
-    return tuple(found.max(axis=0).tolist())
+    gathered = multihost_utils.process_allgather(np.asarray(numbers, np.int32))
+    return tuple(gathered.max(axis=0).tolist())
 
 
 def wait_for_main(what: str) -> None:

@@ -19,7 +19,7 @@ _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud8
 def printable(text: str) -> str:
     """`text` with escapes such as `\\x1b` in place of characters that a terminal would obey. Text
     from a model, a run folder or a file may have any."""
-    return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+    return _UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
 
 
 def log(message: str, file: TextIO | None = None) -> None:

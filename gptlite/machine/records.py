@@ -1,5 +1,5 @@
-"""Records: JSON from a file, or from the net, which may come from a stranger. What a record may
-hold is said by its type, and checked when it is read."""
+"""Records: JSON from a file, or from the net, which may come from a stranger. The type of a
+record says what it may hold, and is checked when it is read."""
 
 import json
 from pathlib import Path

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 # The cache of each layer.
 Caches = tuple[Any, ...] | None
-# What the gradient of a layer computes once more: see `ModelConfig.remat`.
+# The parts of a layer that its gradient computes once more: see `ModelConfig.remat`.
 Remat = Literal["none", "attention", "block"]
 
 

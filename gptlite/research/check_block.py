@@ -119,9 +119,9 @@ def check_block(
     name = block.__name__ if isinstance(block, type) else type(block).__name__
     if isinstance(block, type):
         has_causal = causal is not None and "causal" in inspect.signature(block).parameters
-        more = {"causal": causal} if has_causal else {}
+        causality = {"causal": causal} if has_causal else {}
         try:
-            block = block(config, **options, **more, key=key)
+            block = block(config, **options, **causality, key=key)
         except Exception as error:
             raise CheckError(
                 name, [("shapes", f"it cannot be built: {describe(error)}")]
@@ -202,11 +202,11 @@ def main(
         debug: Show where in the code an error came from.
     """
     with exit_on_error(debug):
-        name, given = split_options(block)
+        name, texts = split_options(block)
         require(is_custom(name), f"A block is named as FILE.py:CLASS, got {block!r}.")
         check_files(custom)
         loaded = load_class(find_custom(name, custom))
-        options = parse_options(name, loaded, given)
+        options = parse_options(name, loaded, texts)
         try:
             causal = False if bidirectional else None
             print(check_block(loaded, options=options, causal=causal, zero_grad=zero_grad))

@@ -52,13 +52,13 @@ def check_shapes(s: Subject) -> str | None:
     gives_logits = s.kind in ("model", "encoder-decoder")
     for x in (s.x, s.x[0]):
         for dtype in (jnp.float32, jnp.bfloat16):
-            given = jax.ShapeDtypeStruct(x.shape, dtype if x.dtype == np.float32 else x.dtype)
-            out = eqx.filter_eval_shape(s.call, _shapes_in(s.module, dtype), given, None, None)
+            inputs = jax.ShapeDtypeStruct(x.shape, dtype if x.dtype == np.float32 else x.dtype)
+            out = eqx.filter_eval_shape(s.call, _shapes_in(s.module, dtype), inputs, None, None)
             shape = (*(x.shape[:-1] if x.dtype == np.float32 else x.shape), s.width)
             wanted = jnp.dtype(jnp.float32 if gives_logits else dtype)
             if out.shape != shape or out.dtype != wanted:
                 return (
-                    f"{given.dtype}{list(given.shape)} in, {out.dtype}{list(out.shape)} out "
+                    f"{inputs.dtype}{list(inputs.shape)} in, {out.dtype}{list(out.shape)} out "
                     f"instead of {wanted}{list(shape)}."
                 )
     return None
@@ -168,8 +168,8 @@ def check_cached(s: Subject) -> str | None:
         return message
     padded = np.concatenate([s.source, s.source[:2]])
     calls = calls_of_targets(padded, np.asarray(len(s.source)))
-    found = _decode(dataclasses.replace(s, **calls), s.x, ways["in two chunks"])
-    return _compare(found, whole, "decoding with padding after the source", one_call)
+    chunked = _decode(dataclasses.replace(s, **calls), s.x, ways["in two chunks"])
+    return _compare(chunked, whole, "decoding with padding after the source", one_call)
 
 
 def _decode(s: Subject, x: np.ndarray, chunks: Sequence[Any]) -> np.ndarray:
@@ -294,7 +294,7 @@ def check_gradients(s: Subject) -> str | None:
 
 
 def check_bfloat16(s: Subject) -> str | None:
-    # What the arithmetic loses is compared, not what parameters and inputs lose by rounding.
+    # The loss by the arithmetic is compared, not the one by rounding parameters and inputs.
     rounded = _cast(s.module, jnp.bfloat16)
     x = s.x.astype(jnp.bfloat16) if s.x.dtype == np.float32 else s.x
     wide = x.astype(np.float32) if s.x.dtype == np.float32 else x
@@ -387,15 +387,15 @@ def _size(x: Any) -> float:
     return float(np.abs(np.asarray(x, np.float64)).max())
 
 
-def _distance(found: Any, wanted: Any) -> np.ndarray:
+def _distance(out: Any, wanted: Any) -> np.ndarray:
     """For each token, the largest difference; infinite where one is not a number."""
-    difference = np.abs(np.asarray(found, np.float64) - np.asarray(wanted, np.float64))
+    difference = np.abs(np.asarray(out, np.float64) - np.asarray(wanted, np.float64))
     return np.nan_to_num(difference, nan=np.inf).max(axis=-1)
 
 
-def _compare(found: Any, wanted: Any, what: str, than: str) -> str | None:
+def _compare(out: Any, wanted: Any, what: str, than: str) -> str | None:
     """A message if the two differ by more than rounding."""
-    error = _distance(found, wanted)
+    error = _distance(out, wanted)
     if error.max() <= SAME * _size(wanted):
         return None
     place = np.unravel_index(error.argmax(), error.shape)[-1]

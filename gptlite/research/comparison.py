@@ -48,7 +48,7 @@ class Result:
     steps: int
     parameters: int
     flops_per_token: int
-    """Of training."""
+    """Those of training."""
     evaluated_at: Sequence[int]
     """The steps with an evaluation."""
     curves: dict[int, Sequence[float]]
@@ -118,19 +118,19 @@ class Comparison:
 
     def result(self, name: str, config: Config, seeds: Sequence[int]) -> Result:
         """The result of a variant, all `seeds` of which have been trained."""
-        kept = self._read(name, config)
+        record = self._read(name, config)
         parameters, flops = self._cost(config)
         return Result(
             name=name,
-            steps=kept["steps"],
+            steps=record["steps"],
             parameters=parameters,
             flops_per_token=flops,
-            evaluated_at=kept["evaluated_at"],
+            evaluated_at=record["evaluated_at"],
             curves={
-                seed: [math.nan if x is None else x for x in kept["curves"][str(seed)]]
+                seed: [math.nan if x is None else x for x in record["curves"][str(seed)]]
                 for seed in seeds
             },
-            seconds=statistics.fmean(kept["seconds"][str(seed)] for seed in seeds),
+            seconds=statistics.fmean(record["seconds"][str(seed)] for seed in seeds),
         )
 
     def train(
@@ -141,14 +141,14 @@ class Comparison:
 
         **Raises:** `UserError` as `trained` does, or if the folder cannot be written.
         """
-        kept = self._read(name, config)
-        missing = [seed for seed in seeds if str(seed) not in kept["curves"]]
+        record = self._read(name, config)
+        missing = [seed for seed in seeds if str(seed) not in record["curves"]]
         if not missing:
             return
         at_once = self._seeds_that_fit(config) if at_once is None else at_once
-        if kept["steps"] is None:
-            kept["steps"] = self._choose_steps(config, min(at_once, len(missing)))
-        config = _with_steps(config, kept["steps"])
+        if record["steps"] is None:
+            record["steps"] = self._choose_steps(config, min(at_once, len(missing)))
+        config = _with_steps(config, record["steps"])
         for first in range(0, len(missing), at_once):
             group = missing[first : first + at_once]
             steps, curves, progress = [], [], None
@@ -158,14 +158,14 @@ class Comparison:
                     curves.append(progress.val_losses)
                 yield progress
             assert progress is not None
-            kept["evaluated_at"] = steps
+            record["evaluated_at"] = steps
             for seed, curve in zip(group, zip(*curves, strict=True), strict=True):
                 # JSON has no NaN and no infinity.
-                kept["curves"][str(seed)] = [x if math.isfinite(x) else None for x in curve]
-                kept["seconds"][str(seed)] = progress.step_seconds / len(group)
+                record["curves"][str(seed)] = [x if math.isfinite(x) else None for x in curve]
+                record["seconds"][str(seed)] = progress.step_seconds / len(group)
             path = self._path(name)
             try:
-                write_json(path, kept)
+                write_json(path, record)
             except OSError as error:
                 raise UserError(f"{path} cannot be written: {error.strerror}.") from error
 
@@ -182,10 +182,10 @@ class Comparison:
             empty = {"steps": None, "evaluated_at": [], "curves": {}, "seconds": {}}
             return {"settings": settings, **empty}
         try:
-            kept = msgspec.to_builtins(read_record(path, _Record, MAX_RECORD))
+            record = msgspec.to_builtins(read_record(path, _Record, MAX_RECORD))
         except (OSError, ValueError) as error:
             raise UserError(f"{path} is damaged: {error}. Delete it to train it again.") from error
-        before = kept["settings"]
+        before = record["settings"]
         names = sorted(settings.keys() | before.keys())
         changed = [name for name in names if settings.get(name) != before.get(name)]
         if "--equal" in changed:  # which decides if there are fields of the base
@@ -195,7 +195,7 @@ class Comparison:
             f"{path} was trained with another {', another '.join(changed)}: choose another "
             "--name for this comparison, or delete that file.",
         )
-        return kept
+        return record
 
     def _settings(self, config: Config) -> dict[str, Any]:
         """Everything that decides what a variant learns."""

@@ -1,8 +1,8 @@
 """One model trained from several seeds at the same time, in one compiled program.
 
 The seeds have an axis of their own, which the devices share out; each device runs its seeds side by
-side (`jax.vmap`). What seed s gets is what it would get alone: `train.py --training.seed s` gives
-the same up to the order of sums.
+side (`jax.vmap`). Seed s gets the losses that it would get alone: `train.py --training.seed s`
+gives the same up to the order of sums.
 """
 
 from collections.abc import Iterator, Sequence

@@ -30,8 +30,8 @@ class Verdict:
     difference: Estimate
     """Variant minus base, paired by seed."""
     p: float
-    """Of the paired t-test: the probability of a difference at least this large if the two were
-    equal. NaN for one seed."""
+    """The paired t-test's probability of a difference at least this large if the two were equal.
+    NaN for one seed."""
     adjusted_p: float
     """The same, adjusted for the number of variants (Holm, 1979)."""
     words: str

@@ -162,20 +162,20 @@ def _extend_model(model: Any, ids: Any, cache: Any, start: Any, lengths: Any) ->
 def calls_of_targets(source: Any, source_lengths: Any = None) -> dict[str, Callable[..., Any]]:
     """An encoder-decoder, called as a model of its targets."""
 
-    def given(batch):
+    def sources_of(batch):
         lengths = source_lengths
         lengths = None if lengths is None else jnp.broadcast_to(lengths, batch)
         return jnp.broadcast_to(source, (*batch, len(source))), lengths
 
     def call(model, ids, lengths, key):
-        sources, source_lengths = given(ids.shape[:-1])
+        sources, source_lengths = sources_of(ids.shape[:-1])
         return model(sources, ids, source_lengths=source_lengths, lengths=lengths, key=key)
 
     def extend(model, ids, cache, start, lengths):
         return _extend_model(model.decoder, ids, cache, start, lengths)
 
     def init_cache(model, x):
-        return model.init_cache(*given(x.shape[:-1]))
+        return model.init_cache(*sources_of(x.shape[:-1]))
 
     return {"call": call, "init_cache": init_cache, "extend": extend}
 

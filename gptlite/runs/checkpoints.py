@@ -216,11 +216,11 @@ def _open(path: Path, wanted: Mapping[str, Any], most: int, prefix: str = "") ->
         for name in names
     }
     stores = {name: opened.result() for name, opened in opening.items()}
-    found = {
+    shapes = {
         name: jax.ShapeDtypeStruct(store.shape, store.dtype.numpy_dtype)
         for name, store in stores.items()
     }
-    check_shapes(dict(wanted), found, f"The arrays of {path}")
+    check_shapes(dict(wanted), shapes, f"The arrays of {path}")
     for name, store in stores.items():
         # A small file may hold a chunk that fills the memory when it is unpacked.
         chunk: Any = store.chunk_layout.read_chunk.shape or ()  # None for a single number
@@ -259,14 +259,14 @@ def digest(arrays: dict[str, Array], sums: dict[str, np.ndarray], fields: dict[s
 def survey(arrays: dict[str, Array]) -> dict[str, np.ndarray]:
     """For each array, whether a number in it is NaN, and two checksums, computed where its parts
     are. They do not depend on how the array is cut."""
-    found = {}
+    sums = {}
     for name, array in arrays.items():
-        found[name] = _survey(array)
+        sums[name] = _survey(array)
         # Elsewhere, all are started before the first is waited for. Devices of a CPU may take two
         # programs in another order, and then wait for each other until XLA ends the process.
         if is_on_cpu(array):
-            jax.block_until_ready(found[name])
-    return {name: whole(numbers) for name, numbers in found.items()}
+            jax.block_until_ready(sums[name])
+    return {name: whole(numbers) for name, numbers in sums.items()}
 
 
 @jax.jit  # for one array, because many have the same shape
@@ -302,7 +302,7 @@ def as_user_error(path: Path, done: str) -> Iterator[None]:
 
 
 def reason_of(error: Exception) -> str:
-    """What an error of Orbax or TensorStore says, without where."""
+    """The reason that an error of Orbax or TensorStore gives, without the place."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     code = re.search(r"os_error_code='(\d+)'", str(error))

@@ -59,8 +59,8 @@ def _path(path: Path) -> Callable[[], Iterator[str]]:
     )
     files = [path]
     if is_folder:
-        found = (file for file in path.rglob("*") if file.suffix.lower() == ".txt")
-        files = sorted(file for file in found if not file.is_dir())
+        texts = (file for file in path.rglob("*") if file.suffix.lower() == ".txt")
+        files = sorted(file for file in texts if not file.is_dir())
     require(bool(files), f"The folder {path} has no .txt file in it.")
     for file in files:
         require(

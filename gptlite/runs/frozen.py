@@ -45,15 +45,15 @@ def trainable(config: Config, model: Any) -> PyTree[bool]:
             names.append(path_name(path))
         return is_parameter(leaf) and not is_frozen(path_name(path))
 
-    found = jax.tree_util.tree_map_with_path(trained, model)
+    filters = jax.tree_util.tree_map_with_path(trained, model)
     for pattern in config.training.frozen:
         require(
             any(fnmatch.fnmatchcase(name, pattern) for name in names),
             f"training.freeze names no parameter of this model: {pattern!r}. Its parameters "
             f"are {', '.join(names)}.",
         )
-    require(any(jax.tree.leaves(found)), "training.freeze leaves nothing to train.")
-    return found
+    require(any(jax.tree.leaves(filters)), "training.freeze leaves nothing to train.")
+    return filters
 
 
 def save_frozen(path: Path, arrays: dict[str, np.ndarray]) -> None:

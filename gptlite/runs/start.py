@@ -123,14 +123,14 @@ class BegunFrom(New):
 
     def state(self, steps: TrainSteps, model: GPT, split: Split, key: Key[Array, ""]) -> TrainState:
         assert self._source is not None
-        config, given = self._config.model, self._source.model
+        config, source = self._config.model, self._source.model
         self._source = None  # frees its arrays when they are copied
         if config.lora is not None:
             from gptlite.adapters import with_adapters
 
-            given = with_adapters(given, parse_lora(config.lora), key=key)
-        state = steps.init(fill(model, named_arrays(given), f"The weights of {self._name}"))
-        del given
+            source = with_adapters(source, parse_lora(config.lora), key=key)
+        state = steps.init(fill(model, named_arrays(source), f"The weights of {self._name}"))
+        del source
         loss = Evaluation(split.validation, config.context_length, steps.mesh)(state.model)
         log(
             f"starting from the weights of {self._name}: validation loss {loss:.4f} nats per token "

@@ -43,7 +43,7 @@ def gather_to_main(
     process must call this.
 
     On their way, each device and each process hold a whole array, or one layer's part of it."""
-    found = {}
+    arrays = {}
     for name, leaf in named_leaves(tree).items():
         if not wanted(name):
             continue
@@ -56,8 +56,8 @@ def gather_to_main(
                 if array is not None:
                     array[layer] = part
         if is_main_process():
-            found[name] = array
-    return found
+            arrays[name] = array
+    return arrays
 
 
 def fill(abstract: T, arrays: dict[str, Any], source: str) -> T:

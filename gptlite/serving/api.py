@@ -53,7 +53,7 @@ class ApiError(Exception):
 
 @dataclass(frozen=True)
 class Knobs:
-    """What both kinds of requests may ask for."""
+    """The fields that both kinds of requests may have."""
 
     model: str
     temperature: Annotated[float, Between(0.0)] = 1.0
@@ -66,7 +66,7 @@ class Knobs:
     stop: str | list | None = None
     seed: Annotated[int | None, Between(0, MAX_INT32)] = None
     user: str | None = None
-    # What gptlite does not have may be given its default.
+    # Fields that gptlite does not have may be given their defaults.
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: dict | None = None
@@ -200,10 +200,10 @@ def parse(kind: type[T], body: bytes) -> T:
     known = {field.name: field for field in fields(kind)}
     unknown = sorted(set(record) - set(known))
     require(not unknown, f"There is no argument {unknown[:1]}: known are {', '.join(known)}.")
-    given = {name: value for name, value in record.items() if value is not None}
-    missing = [n for n, field in known.items() if field.default is MISSING and n not in given]
+    arguments = {name: value for name, value in record.items() if value is not None}
+    missing = [n for n, field in known.items() if field.default is MISSING and n not in arguments]
     require(not missing, f"{', '.join(missing)} must be given.")
-    return kind(**given)
+    return kind(**arguments)
 
 
 def check_text(name: str, text: str) -> None:
@@ -282,7 +282,7 @@ class Form:
         self._n_prompt = n_prompt
 
     def usage(self, texts: Sequence[ServedText]) -> dict[str, int]:
-        """What was read and generated, in tokens."""
+        """The tokens that were read and generated."""
         generated = sum(text.n_generated for text in texts)
         return {
             "prompt_tokens": self._n_prompt,
@@ -322,9 +322,9 @@ class Form:
             "usage": self.usage(texts),
         }
 
-    def part(self, choices: Sequence[Any], **more: Any) -> dict[str, Any]:
+    def part(self, choices: Sequence[Any], **fields: Any) -> dict[str, Any]:
         """A chunk of a stream."""
-        return self.head | {"object": self.chunk, "choices": list(choices)} | more
+        return self.head | {"object": self.chunk, "choices": list(choices)} | fields
 
 
 class ChatForm(Form):
@@ -363,13 +363,13 @@ def _chat_token(token: Scored) -> dict[str, Any]:
 
 
 def _best(token: Token) -> dict[str, float | None] | None:
-    """The most probable tokens, and the token itself. Of two with the same text, the better one."""
+    """The most probable tokens, and the token itself; the better one of two with one text."""
     if token.itself.log_prob is None:
         return None
-    found: dict[str, float | None] = {}
+    log_probs: dict[str, float | None] = {}
     for scored in (*token.best, token.itself):
-        found.setdefault(shown(scored.content), finite(scored.log_prob))
-    return found
+        log_probs.setdefault(shown(scored.content), finite(scored.log_prob))
+    return log_probs
 
 
 def finite(log_prob: float | None) -> float | None:

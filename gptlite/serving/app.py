@@ -18,8 +18,8 @@ from gptlite.serving.endpoints import FAILED, Endpoints
 from gptlite.serving.models import Models
 from gptlite.serving.page import STATIC, PageEndpoints
 
-# What browsers are told with each answer: to take only the page's own files, to make no HTML of any
-# text, and to show it in no frame.
+# Headers that tell browsers to take only the page's own files, to make no HTML of any text, and to
+# show it in no frame.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
     "connect-src 'self'; form-action 'none'; frame-ancestors 'none'; base-uri 'none'; "
@@ -95,8 +95,8 @@ class Guard:
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                more = [(k.lower().encode(), v.encode()) for k, v in HEADERS.items()]
-                message = {**message, "headers": [*message.get("headers", ()), *more]}
+                headers = [(k.lower().encode(), v.encode()) for k, v in HEADERS.items()]
+                message = {**message, "headers": [*message.get("headers", ()), *headers]}
             await send(message)
 
         app = self._app
@@ -118,9 +118,9 @@ class RequireKey:
         path = scope.get("path", "")
         is_open = path == "/" or path.startswith(f"{STATIC}/")
         if scope["type"] == "http" and self._key is not None and not is_open:
-            scheme, _, given = Request(scope).headers.get("authorization", "").partition(" ")
+            scheme, _, key = Request(scope).headers.get("authorization", "").partition(" ")
             # In a time that does not tell how much of it is right.
-            is_right = hmac.compare_digest(given.encode(), self._key.encode())
+            is_right = hmac.compare_digest(key.encode(), self._key.encode())
             if scheme.lower() != "bearer" or not is_right:
                 message = "The API key is missing or wrong: send Authorization: Bearer KEY."
                 error = ApiError(401, message, "invalid_api_key", WWW_Authenticate="Bearer")
@@ -159,5 +159,5 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 def _host(header: str) -> str:
     """The name in a `Host` header, without the port; the whole, if it is no name and port."""
-    found = re.fullmatch(r"(\[[^\]]*\]|[^:]*)(:[0-9]*)?", header)
-    return (found[1] if found else header).lower()
+    match = re.fullmatch(r"(\[[^\]]*\]|[^:]*)(:[0-9]*)?", header)
+    return (match[1] if match else header).lower()

@@ -45,7 +45,7 @@ TOKENS_PER_READ = 256
 # read in groups of at most `GROUP_ROWS` rows; longer ones alone, which is as fast.
 MIN_ROOM, MAX_GROUP_ROOM = 16, 32
 GROUP_ROWS = TOKENS_PER_READ // MIN_ROOM
-# What a call takes beside its tokens, in tokens.
+# The time that a call takes besides its tokens', in tokens.
 CALL_OVERHEAD = 2
 # The time that a call should take, in seconds, because others wait for it; and more for each text,
 # because what is done outside of it, for each text, should not take as long.
@@ -56,7 +56,7 @@ W = TypeVar("W", bound=Sequence[int])
 
 
 class New(NamedTuple):
-    """What a text gained in a step."""
+    """Tokens that a text gained in a step."""
 
     text: ServedText
     ids: list[int]
@@ -74,7 +74,7 @@ class Reading:
         self.scores: list[TextScores] = []
 
     def all_scores(self) -> TextScores | None:
-        """Of the whole prompt, if a text is scored."""
+        """Scores of the whole prompt, if a text is scored."""
         if not self.scores:
             return None
         return TextScores(*(np.concatenate(parts) for parts in zip(*self.scores, strict=True)))
@@ -103,7 +103,7 @@ class Batch:
         self._lengths: dict[ServedText, int] = {}
         """Tokens in the cache."""
         self._settings: tuple[Any, bool] | None = None
-        """What is the same until a text joins or leaves."""
+        """Compute what is the same until a text joins or leaves."""
         self._bytes: dict[tuple[int, int], int] = {}
         self._seconds_per_token = CALL_SECONDS
 
@@ -125,17 +125,19 @@ class Batch:
         by_prompt: dict[tuple[int, ...], list[ServedText]] = {}  # the same one is read once
         for text in texts:
             by_prompt.setdefault(tuple(text.ids), []).append(text)
-        found: dict[ServedText, TextScores | None] = {}
+        prompt_scores: dict[ServedText, TextScores | None] = {}
         for group in _groups(list(by_prompt), self.context_length):
             readers = [by_prompt[prompt] for prompt in group]
-            scored = any(text.prompt_scored for some in readers for text in some)
+            scored = any(text.prompt_scored for members in readers for text in members)
             state, scores = self._read_group(group, scored)
-            for place, some in enumerate(readers):
-                for text in some:
+            for place, members in enumerate(readers):
+                for text in members:
                     ids = len(text.ids)
-                    found[text] = _scores_of(scores, place, ids) if text.prompt_scored else None
-            self._join(state, [[x for x in some if x.max_new_tokens] for some in readers])
-        return [found[text] for text in texts]
+                    prompt_scores[text] = (
+                        _scores_of(scores, place, ids) if text.prompt_scored else None
+                    )
+            self._join(state, [[x for x in members if x.max_new_tokens] for members in readers])
+        return [prompt_scores[text] for text in texts]
 
     def read_on(self, reading: Reading) -> bool:
         """Read the next part of a long prompt. Whether that was the last, and the texts have joined
@@ -195,8 +197,8 @@ class Batch:
                 gained = min(count, int(wanted[place]))
                 ids = tokens[place, :gained].tolist()
                 text.ids += ids
-                found = _scores_of(scores, place, gained) if text.scored else None
-                new.append(New(text, ids, found))
+                text_scores = _scores_of(scores, place, gained) if text.scored else None
+                new.append(New(text, ids, text_scores))
         return new
 
     def leave(self, text: ServedText) -> None:
@@ -264,15 +266,15 @@ class Batch:
     ) -> None:
         """Go on with some rows of a state, each of the text beside it, and empty ones after them:
         `rows` in all."""
-        kept = np.zeros(rows, np.int32)
-        kept[: len(places)] = places
-        self._state = self._programs.resize(state, kept, capacity=capacity)
+        indices = np.zeros(rows, np.int32)
+        indices[: len(places)] = places
+        self._state = self._programs.resize(state, indices, capacity=capacity)
         self._rows = [*texts, *[None] * (rows - len(texts))]
         self._capacity, self._settings = capacity, None
 
     def _join(self, state: GenerationState, texts: Sequence[Sequence[ServedText]]) -> None:
         """Let texts join: for each row of `state`, those that go on from it."""
-        sources = [(row, text) for row, some in enumerate(texts) for text in some]
+        sources = [(row, text) for row, members in enumerate(texts) for text in members]
         joining = [text for _, text in sources]
         if not joining:
             return
@@ -395,8 +397,8 @@ class _Programs:
             return decode(inputs, state, observe=token_scores if scored else None)
 
         def resize(leaves, state, rows, *, capacity):
-            """The `rows` of the state, with caches of that capacity. What is cut off is not in
-            use."""
+            """The `rows` of the state, with caches of that capacity. Places that are cut off are
+            not in use."""
             model = prepared(leaves).model
             cache = model.init_cache((len(rows),), capacity=capacity)
             logits = jnp.zeros((len(rows), model.vocab_size), state.logits.dtype)
@@ -467,7 +469,7 @@ def _groups(windows: Sequence[W], context_length: int) -> Iterator[Sequence[W]]:
 
 
 def _best_count(wanted: Int[np.ndarray, " rows"], most: int) -> int:
-    """Of at most `most`, the number of tokens for which a call does most for its time, if the rows
+    """The number of tokens, at most `most`, for which a call does most for its time, if the rows
     want so many: a row that has all it wants idles until the end of the call."""
     counts = np.unique(np.clip(wanted[wanted > 0], 1, most))
     gained = np.minimum(wanted[:, None], counts).sum(axis=0)
@@ -475,7 +477,7 @@ def _best_count(wanted: Int[np.ndarray, " rows"], most: int) -> int:
 
 
 def _scores_of(scores: Scores | None, place: int, count: int) -> TextScores:
-    """Of the first tokens in a row."""
+    """Scores of the first tokens in a row."""
     assert scores is not None
     every = (scores.log_prob, scores.best_log_probs, scores.best_ids)
     return TextScores(*(np.asarray(x)[place, :count] for x in every))

@@ -37,7 +37,7 @@ class Curves:
 
 def read_curves(run: Path, file: int, start: int, most: int) -> Curves:
     """The losses in `metrics.jsonl` from byte `start` of a file, or all, if there is another file
-    now. Of each curve, at most `most` points are kept. What was read is remembered while the file
+    now. At most `most` points of each curve are kept. The points are remembered while the file
     stays as it is.
 
     **Raises:** `OSError` if there is no such file.
@@ -80,8 +80,8 @@ def _read_curves(
 
 def _finite(steps: Int[np.ndarray, " lines"], losses: list[float | None]) -> Points:
     values = np.array(losses, float)  # None becomes NaN
-    kept = ~np.isnan(values)
-    return steps[kept], values[kept]
+    is_number = ~np.isnan(values)
+    return steps[is_number], values[is_number]
 
 
 def thinned(
@@ -95,10 +95,10 @@ def thinned(
     stretches = most // 4
     even, growing = np.linspace(0, count, stretches + 1), np.geomspace(1, count, stretches)
     edges = np.unique(np.concatenate([even, growing]).astype(int))
-    kept = {
+    places = {
         int(a + i)
         for a, b in itertools.pairwise(edges)
         for i in (np.argmin(values[a:b]), np.argmax(values[a:b]))
     }
-    order = sorted(kept)
+    order = sorted(places)
     return steps[order], values[order]

@@ -92,7 +92,7 @@ class Endpoints:
         return self._served
 
     def _form(self, served: Served, prompts: Sequence[Prompt], *, echo: bool) -> Form:
-        """Of the answer to a completion."""
+        """The form of the answer to a completion."""
         return Form(served.name, sum(len(prompt.ids) for prompt in prompts))
 
     async def completions(self, request: Request) -> Response:
@@ -217,8 +217,8 @@ async def finished(
 
 
 class Mailbox:
-    """What the texts of a request gained, handed from the engine's thread to the event loop. If it
-    is not streamed, a text's pieces are handed over when it is finished."""
+    """The tokens that the texts of a request gained, handed from the engine's thread to the event
+    loop. If they are not streamed, a text's pieces are handed over when it is finished."""
 
     def __init__(self, *, streamed: bool):
         self._loop = asyncio.get_running_loop()
@@ -252,16 +252,16 @@ class Mailbox:
 
     async def all_pieces(self) -> list[Piece]:
         """The whole of each text, as one piece."""
-        found: list[list[Piece]] = [[] for _ in range(self._slots)]
+        slots: list[list[Piece]] = [[] for _ in range(self._slots)]
         async for index, piece in self.pieces():
-            found[index].append(piece)
+            slots[index].append(piece)
         return [
             Piece(
                 "".join(piece.text for piece in pieces),
                 [token for piece in pieces for token in piece.tokens],
                 pieces[-1].finish_reason,
             )
-            for pieces in found
+            for pieces in slots
         ]
 
 

@@ -115,8 +115,8 @@ class Engine:
         with self._changed:
             for text in texts:
                 text.cancelled = True
-            kept = (deque(t for t in request if not t.cancelled) for request in self._waiting)
-            self._waiting = deque(request for request in kept if request)
+            requests = (deque(t for t in request if not t.cancelled) for request in self._waiting)
+            self._waiting = deque(request for request in requests if request)
             self._changed.notify()
 
     def stop(self) -> None:

@@ -40,11 +40,11 @@ class Guess(NamedTuple):
     ids: Int[np.ndarray, " best"]
     log_probs: Float[np.ndarray, " best"]
     next_log_prob: float | None
-    """Of the token that follows in the text. None if there is none."""
+    """That of the token that follows in the text. None if there is none."""
 
 
 class Inside(NamedTuple):
-    """What `look_inside` finds."""
+    """The findings of `look_inside`."""
 
     layers: list[Layer]
     guesses: list[Guess]
@@ -103,6 +103,8 @@ def _shrunk(
     weights: Float[Array, "heads queries keys"], scale: int
 ) -> Float[Array, "heads side side"]:
     heads, queries, keys = weights.shape
-    more = ((0, 0), (0, -queries % scale), (0, -keys % scale))
-    cells = jnp.pad(weights, more).reshape(heads, -1, scale, (keys + more[2][1]) // scale, scale)
+    padding = ((0, 0), (0, -queries % scale), (0, -keys % scale))
+    cells = jnp.pad(weights, padding).reshape(
+        heads, -1, scale, (keys + padding[2][1]) // scale, scale
+    )
     return jnp.max(cells, axis=(2, 4))

@@ -27,10 +27,10 @@ OTHERS_ROWS, OTHERS_WAITING = 4, 16
 
 @dataclass(frozen=True)
 class Served:
-    """What the application serves."""
+    """A model that the application serves."""
 
     name: str
-    """Of the model."""
+    """The model's."""
     created: int
     """When the model was made, in seconds since 1970."""
     tokenizer: Tokenizer
@@ -96,17 +96,17 @@ class Models:
         """
         async with self._loading:
             changed = (path / CHECKPOINTS).stat().st_mtime_ns
-            kept = self._others.pop(path.name, None)
-            if kept is not None and kept[0] != changed:
-                kept[1].engine.stop()
-                kept = None
-            if kept is None:
+            entry = self._others.pop(path.name, None)
+            if entry is not None and entry[0] != changed:
+                entry[1].engine.stop()
+                entry = None
+            if entry is None:
                 while len(self._others) >= MAX_OTHERS:
                     oldest = next(iter(self._others))
                     self._others.pop(oldest)[1].engine.stop()
-                kept = changed, await anyio.to_thread.run_sync(lambda: self._serve(path))
-            self._others[path.name] = kept  # the newest comes last
-            return kept[1]
+                entry = changed, await anyio.to_thread.run_sync(lambda: self._serve(path))
+            self._others[path.name] = entry  # the newest comes last
+            return entry[1]
 
     def _serve(self, path: Path) -> Served:
         run = load(path, custom=self._custom)

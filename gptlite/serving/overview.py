@@ -17,7 +17,7 @@ from gptlite.runs.metrics import FILE as METRICS, last_step
 from gptlite.runs.saved_config import load_config
 
 State = Literal["running", "stopped", "done", "diverged"]
-# What a row of the list is read from.
+# The files that a row of the list is read from.
 FILES = (
     "config.json",
     METRICS,
@@ -29,7 +29,7 @@ FILES = (
 
 @dataclass(frozen=True)
 class Overview:
-    """A run in a list of runs. What cannot be read is None."""
+    """A run in a list of runs. A field that cannot be read is None."""
 
     name: str
     began: float
@@ -40,7 +40,7 @@ class Overview:
     """The one whose model it has."""
     parameters: int | None
     step: int
-    """Of the last line of its metrics."""
+    """That of the last line of its metrics."""
     steps: int
     best_loss: float | None
     """The best validation loss so far, in nats per token."""
@@ -48,18 +48,18 @@ class Overview:
 
 def list_runs(folder: Path) -> list[Overview]:
     """The runs in a folder, the newest first."""
-    found = map(_overview, folders_with(folder, "config.json"))
-    return sorted((run for run in found if run is not None), key=lambda run: -run.began)
+    overviews = map(_overview, folders_with(folder, "config.json"))
+    return sorted((run for run in overviews if run is not None), key=lambda run: -run.began)
 
 
 def _overview(path: Path) -> Overview | None:
     stamps = tuple(_stamp(path / name) for name in FILES)
-    found = _read(path, stamps)
-    if found is None:
+    overview = _read(path, stamps)
+    if overview is None:
         return None
     real = path.resolve()  # as the run's own lock
     running = is_locked(real.with_name(f".{real.name}.lock"))
-    return dataclasses.replace(found, state="running") if running else found
+    return dataclasses.replace(overview, state="running") if running else overview
 
 
 def _stamp(path: Path) -> tuple[float, int]:
@@ -73,7 +73,7 @@ def _stamp(path: Path) -> tuple[float, int]:
 
 @lru_cache(maxsize=4096)
 def _read(path: Path, stamps: tuple[tuple[float, int], ...]) -> Overview | None:
-    """What the files say, which have these stamps."""
+    """The overview by the files, which have these stamps."""
     try:
         config = load_config(path / "config.json")
     except UserError:

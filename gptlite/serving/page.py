@@ -80,9 +80,9 @@ class Place:
 
     model: str
     ids: list
-    """Of the text."""
+    """Those of the text."""
     place: int
-    """Of the token after which the model predicts."""
+    """The place of the token after which the model predicts."""
 
     def __post_init__(self):
         check_fields("", self)
@@ -134,17 +134,17 @@ class PageEndpoints(Endpoints):
 
         def work() -> Response:
             try:
-                found = read_curves(path, file, start, MAX_POINTS)
+                curves = read_curves(path, file, start, MAX_POINTS)
             except OSError:
                 raise ApiError(404, f"The run {path.name} has no metrics yet.") from None
             pairs = {
                 name: [steps.tolist(), [float(f"{value:.5g}") for value in values]]
                 for name, (steps, values) in (
-                    ("train", found.train),
-                    ("validation", found.validation),
+                    ("train", curves.train),
+                    ("validation", curves.validation),
                 )
             }
-            place = {"file": found.file, "end": found.end, "complete": found.complete}
+            place = {"file": curves.file, "end": curves.end, "complete": curves.complete}
             return JSONResponse(place | pairs)
 
         return await self._off_loop(True, work)
@@ -164,9 +164,9 @@ class PageEndpoints(Endpoints):
 
     async def comparisons(self, request: Request) -> Response:
         """The names of comparisons that have a picture, the newest first."""
-        found = folders_with(COMPARISONS_FOLDER, PICTURE)
-        found.sort(key=lambda path: -(path / PICTURE).lstat().st_mtime)
-        return JSONResponse([path.name for path in found])
+        folders = folders_with(COMPARISONS_FOLDER, PICTURE)
+        folders.sort(key=lambda path: -(path / PICTURE).lstat().st_mtime)
+        return JSONResponse([path.name for path in folders])
 
     async def picture(self, request: Request) -> Response:
         """The picture of a comparison."""
@@ -228,8 +228,8 @@ class PageEndpoints(Endpoints):
             )
 
         def work() -> Response:
-            found = look_inside(served.model, asked.ids, asked.place)
-            return JSONResponse(_inside(found, served.tokenizer))
+            inside = look_inside(served.model, asked.ids, asked.place)
+            return JSONResponse(_inside(inside, served.tokenizer))
 
         return await self._off_loop(True, work)
 
@@ -260,7 +260,7 @@ class Scoring:
         self._overlap, self._n_start = context_length - step, len(start)
 
     def texts(self, mailbox: Mailbox) -> list[ServedText]:
-        """What the engine reads."""
+        """The texts that the engine reads."""
         return [
             ServedText(
                 window,
@@ -290,7 +290,8 @@ class Scoring:
 
 
 class TokenTexts:
-    """What each token adds to a text: one that ends inside a character adds what is whole."""
+    """The piece that each token adds to a text: one that ends inside a character adds what is
+    whole."""
 
     def __init__(self):
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -328,7 +329,7 @@ class PageForm(Form):
             "finish_reason": piece.finish_reason,
         }
 
-    def part(self, choices: Sequence[Any], **more: Any) -> dict[str, Any]:
+    def part(self, choices: Sequence[Any], **fields: Any) -> dict[str, Any]:
         return choices[0]
 
 
@@ -345,29 +346,29 @@ def _folder(parent: Path, name: str, file: str) -> Path:
 
 def _whole(request: Request, name: str) -> int:
     """A number that the address gives; 0 by default."""
-    given = request.query_params.get(name, "0")
-    if not (given.isascii() and given.isdigit() and len(given) < 20):
-        raise ApiError(400, f"{name} must be a whole number, got {given[:100]!r}.")
-    return int(given)
+    value = request.query_params.get(name, "0")
+    if not (value.isascii() and value.isdigit() and len(value) < 20):
+        raise ApiError(400, f"{name} must be a whole number, got {value[:100]!r}.")
+    return int(value)
 
 
 def sampling_bounds() -> dict[str, list[float | None]]:
     """The bounds of each setting that is a number; None: no upper bound."""
-    found: dict[str, list[float | None]] = {}
+    bounds_of: dict[str, list[float | None]] = {}
     hints = typing.get_type_hints(SamplingConfig, include_extras=True)
     for field in fields(SamplingConfig):
         for bounds in getattr(hints[field.name], "__metadata__", ()):
             if isinstance(bounds, Between):
                 high = bounds.high if bounds.high < MAX_INT32 else None
-                found[field.name] = [bounds.low, high]
-    return found
+                bounds_of[field.name] = [bounds.low, high]
+    return bounds_of
 
 
 def _rival(token: Scored) -> list[Any]:
     return [token.id, shown(token.content), finite(token.log_prob)]
 
 
-def _inside(found: Inside, tokenizer: Tokenizer) -> dict[str, Any]:
+def _inside(inside: Inside, tokenizer: Tokenizer) -> dict[str, Any]:
     def token(i: int, log_prob: float) -> list[Any]:
         return _rival(Scored(i, token_bytes(tokenizer, i), log_prob))
 
@@ -376,11 +377,11 @@ def _inside(found: Inside, tokenizer: Tokenizer) -> dict[str, Any]:
             {
                 "name": layer.name,
                 "row": np.round(layer.row, 4).tolist(),
-                # Of each head, a byte for each cell.
+                # A byte for each cell of each head.
                 "maps": [base64.b64encode(_bytes(head)).decode() for head in layer.maps],
                 "side": layer.maps.shape[-1],
             }
-            for layer in found.layers
+            for layer in inside.layers
         ],
         "guesses": [
             {
@@ -390,7 +391,7 @@ def _inside(found: Inside, tokenizer: Tokenizer) -> dict[str, Any]:
                 ],
                 "next": finite(guess.next_log_prob),
             }
-            for guess in found.guesses
+            for guess in inside.guesses
         ],
     }
 

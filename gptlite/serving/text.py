@@ -47,7 +47,7 @@ class Token:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What a text gained."""
+    """Tokens that a text gained."""
 
     text: str
     tokens: list[Token]

@@ -30,7 +30,7 @@ class Corpus:
     name: str
     """For messages; `load_corpus` loads what `--data.corpus` names by it."""
     version: str
-    """Changes with the content. Of a text: the sha256 of its UTF-8 bytes."""
+    """Changes with the content. That of a text is the sha256 of its UTF-8 bytes."""
     read: Callable[[Any], Iterator[str]] = field(repr=False, compare=False)
     """The text in consecutive pieces, or the documents, from the beginning (None), or from where
     `state` was."""

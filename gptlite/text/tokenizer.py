@@ -34,7 +34,7 @@ PATTERNS = (
 # Bytes of a `tokenizer.json`. That of Llama 3 has 9 million, that of Gemma 3 33 million.
 MAX_TOKENIZER = 2**26
 
-# What tiktoken's encodings put between documents.
+# The token that tiktoken's encodings put between documents.
 END_OF_TEXT = "<|endoftext|>"
 
 Ids = Integer[np.ndarray, " tokens"]

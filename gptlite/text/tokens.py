@@ -40,7 +40,7 @@ class Split:
     """A corpus as ids."""
 
     train: Ids
-    """The training ids. Of a large corpus: a memory-mapped file."""
+    """The training ids; those of a large corpus are a memory-mapped file."""
     validation: Integer[np.ndarray, " validation_tokens"]
     """The validation ids."""
     validation_bytes: int
@@ -181,8 +181,8 @@ class _Store:
     """Ids for training and for validation, in memory, or in two files beside a journal."""
 
     def __init__(self, path: Path | None, dtype: np.dtype, limits: tuple[int | None, int]):
-        """`path`: of the files, without their suffixes; None: in memory. What is complete and not
-        damaged in the files is kept. `limits`: the most ids of each kind."""
+        """`path`: of the files, without their suffixes; None: in memory. Ids in the files that are
+        complete and not damaged stay. `limits`: the most ids of each kind."""
         self.limits = limits
         self.journal = _Journal()
         self.n_pending = 0

@@ -225,7 +225,7 @@ class TrainSteps:
         and the auxiliary loss, computed in `training.accumulation` equal parts. `key`: as `row_key`
         takes it."""
         loss_mask, dtype = self._loss_mask, jnp.dtype(self.training.compute_dtype)
-        # What multiplies the sum of a device's losses, so that every loss has the same weight.
+        # The factor of the sum of a device's losses, so that every loss has the same weight.
         weight = jnp.ones(())
         if loss_mask is not None:
             weight = n_row_shards() / jnp.maximum(jnp.sum(loss_mask(batch)), 1)

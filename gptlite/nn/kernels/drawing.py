@@ -23,16 +23,18 @@ def last_kept(
     `top_k` of the vocabulary or more, and a `top_p` above 1, keep all: then the logit is the
     least, or -inf."""
     vocab, few = logits.shape[-1], min(FEW, logits.shape[-1])
-    kept, last, last_id = _rank(logits, top_k, top_p, few)
+    n_kept, last, last_id = _rank(logits, top_k, top_p, few)
     if few == vocab:
         return last, last_id
     is_ranked = (top_k < vocab) | (top_p <= 1)
     # The few do not tell the mass of more than them.
-    more = is_ranked & (top_k > few) & ((top_k < vocab) | (kept == few))
-    few_best = kept, last, last_id
-    every = lax.cond(jnp.any(more), lambda: _rank(logits, top_k, top_p, vocab), lambda: few_best)
+    needs_more = is_ranked & (top_k > few) & ((top_k < vocab) | (n_kept == few))
+    few_best = n_kept, last, last_id
+    every = lax.cond(
+        jnp.any(needs_more), lambda: _rank(logits, top_k, top_p, vocab), lambda: few_best
+    )
     # Sums of more tokens round differently, so that a row keeps to what it would use alone.
-    _, last, last_id = (jnp.where(more, x, y) for x, y in zip(every, few_best, strict=True))
+    _, last, last_id = (jnp.where(needs_more, x, y) for x, y in zip(every, few_best, strict=True))
     return jnp.where(is_ranked, last, -jnp.inf), last_id
 
 
@@ -47,17 +49,17 @@ def _rank(logits: Array, top_k: Array, top_p: Array, best: int) -> tuple[Array, 
         whole = jnp.sum(jnp.exp(logits), axis=-1, keepdims=True)
         mass = jnp.where(top_k < vocab, mass, whole)
     before = jnp.cumsum(weights, axis=-1) - weights
-    kept = jnp.minimum(jnp.sum(before < top_p * mass, axis=-1, keepdims=True), top_k)
-    place = jnp.clip(kept, 1, best) - 1
+    n_kept = jnp.minimum(jnp.sum(before < top_p * mass, axis=-1, keepdims=True), top_k)
+    place = jnp.clip(n_kept, 1, best) - 1
     last, last_id = (jnp.take_along_axis(x, place, axis=-1) for x in (values, ids))
-    return kept, last, last_id
+    return n_kept, last, last_id
 
 
 def draw_by_blocks(
     weights: Float[Array, "batch n"], uniform: Float[Array, " batch"]
 ) -> Int[Array, " batch"]:
-    """One entry of each row, with a probability in proportion to its weight: `draw`. Of many, first
-    a block of entries, then an entry in it."""
+    """One entry of each row, with a probability in proportion to its weight: `draw`. If there
+    are many, a block of entries is drawn first, then an entry in it."""
     batch, n = weights.shape
     if n <= 4 * BLOCK:
         return draw(weights, uniform)[0]

@@ -160,8 +160,8 @@ def _forward(hidden, weight, targets, head):
     return total - at_target, (hidden, weight, grad)
 
 
-def _backward(head, kept, grad_losses):
-    hidden, weight, rest = kept
+def _backward(head, residuals, grad_losses):
+    hidden, weight, rest = residuals
     if head.keeps:
         return *head.gradients(hidden, weight, rest, grad_losses), None
 
@@ -169,8 +169,8 @@ def _backward(head, kept, grad_losses):
         hidden, targets, grad_losses = part
         logits = head.logits(hidden, weight)
         grad = head.logit_gradient(logits, targets, head.terms(logits, targets)[0])
-        grad_hidden, more = head.gradients(hidden, weight, grad, grad_losses)
-        return grad_weight + more, grad_hidden
+        grad_hidden, grad_rest = head.gradients(hidden, weight, grad, grad_losses)
+        return grad_weight + grad_rest, grad_hidden
 
     zero = jnp.zeros(weight.shape, widen(weight).dtype)
     parts = head.split(hidden), head.split(rest), head.split(grad_losses)

@@ -44,12 +44,12 @@ def _forward(x, weight, bias, eps, centre):
     return y.astype(x.dtype), (x, mean, scale, weight, bias)
 
 
-def _backward(eps, centre, kept, grad):
+def _backward(eps, centre, residuals, grad):
     del eps
-    *kept, weight, bias = kept
+    *residuals, weight, bias = residuals
     # The forward pass keeps `x` and two numbers a row. Without the barrier, XLA would keep the
     # float32 numbers that follow from them, on a GPU.
-    x, mean, scale = lax.optimization_barrier(kept)
+    x, mean, scale = lax.optimization_barrier(residuals)
     wide, grad = widen(x), widen(grad)
     y = (wide - mean) * scale
     leading = tuple(range(x.ndim - 1))
