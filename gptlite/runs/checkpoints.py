@@ -1,19 +1,8 @@
-"""Checkpoints: what they hold, and reading them.
+"""Checkpoints as training makes them and is resumed from them."""
 
-    checkpoints/STEP/state     every array of the training state
-    checkpoints/STEP/record    everything else as JSON, with a digest of arrays and record
-
-Orbax writes them (see saving.py), in the format of TensorStore, which reads them here: its import
-takes a hundredth of a second, and Orbax's half a second. The files may be a stranger's.
-"""
-
-import contextlib
 import hashlib
 import json
-import os
-import re
-import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -31,23 +20,14 @@ from gptlite.errors import UserError, require
 from gptlite.machine.files import MAX_NUMBER
 from gptlite.machine.mesh import is_on_cpu, mesh_shape, whole
 from gptlite.machine.pytrees import size_of
-from gptlite.machine.records import Natural, Number, read_record
-from gptlite.models.gpt import GPT
-from gptlite.runs.find import checkpoint_of, list_steps
-from gptlite.runs.frozen import FROZEN, read_frozen
-from gptlite.runs.weights import check_shapes, fill, named_leaves, require_room
+from gptlite.machine.records import Number
+from gptlite.runs.stored import MAX_OTHER, MODEL, Summary, as_user_error, open_arrays, read_fields
+from gptlite.runs.weights import fill, named_leaves
 from gptlite.training.fit import Position
 from gptlite.training.step import TrainState
 
-# Prefix of the model's arrays in a training state.
-MODEL = "model."
-# No training state is so many times as large as its model: AdamW's is three times.
-STATES = 4
-# Bytes that a file of a checkpoint may have besides the arrays'.
-MAX_OTHER = 2**20
 
-
-class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Record(Summary, frozen=True, forbid_unknown_fields=True):
     """The record of a checkpoint, besides its arrays.
 
     **Raises:** `ValueError` if it is none that training could have written.
@@ -56,13 +36,9 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     position: Position
     seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_NUMBER)]
     """Wall-clock time of all processes that trained the run."""
-    last: dict[str, Annotated[int, msgspec.Meta(ge=0, le=2**62)] | Number | None]
-    """The last line of metrics."""
     corpus_sha256: str
     frozen_sha256: str
     """The checksum of the file of parameters that stay as they are; empty if there are none."""
-    parameters: Natural
-    """Numbers in the model, with those that are frozen."""
     devices: Annotated[str, msgspec.Meta(max_length=200)]
     """Number and kind of the devices, and the mesh where parameters are spread."""
 
@@ -89,72 +65,6 @@ class Checkpoint:
     record: Record
 
 
-@dataclass(frozen=True)
-class Evaluated:
-    """A step, and the validation loss of the model then, in nats per token."""
-
-    step: int
-    val_loss: float
-
-
-def read_fields(path: Path) -> dict[str, Any]:
-    """The record of a checkpoint as it is written, with its digest.
-
-    **Raises:** `OSError` if it cannot be read; `ValueError` if it is no record.
-    """
-    return read_record(path / "record" / "metadata", dict[str, Any])
-
-
-def newest_record(run: Path) -> Record | None:
-    """The record of a run's newest checkpoint, unless it is damaged."""
-    for step in list_steps(run):
-        return _record(checkpoint_of(run, step))
-    return None
-
-
-def best_step(run: Path) -> Evaluated | None:
-    """The checkpoint of a run with the lowest validation loss; of several, the newest."""
-    best = None
-    for step in list_steps(run):
-        record = _record(checkpoint_of(run, step))
-        if record is None or record.last.get("step") != step:
-            continue
-        val_loss = record.last.get("val_loss")
-        if val_loss is not None and (best is None or val_loss < best.val_loss):
-            best = Evaluated(step, val_loss)
-    return best
-
-
-def _record(path: Path) -> Record | None:
-    try:
-        fields = read_fields(path)
-        fields.pop("digest", None)
-        return msgspec.convert(fields, Record)
-    except (OSError, ValueError):
-        return None
-
-
-def load_model(path: Path, abstract: GPT, is_frozen: Callable[[str], bool]) -> GPT:
-    """`abstract` (`eqx.filter_eval_shape` of a model) with the model's arrays in the checkpoint
-    at `path`, and those that are frozen from the run's file. The optimizer's are not read, so the
-    digest is not checked.
-
-    **Raises:** `UserError` if a file cannot be read, or its names, shapes or dtypes are not those
-    of `abstract`.
-    """
-    require_room(str(path), abstract)
-    leaves = named_leaves(abstract)
-    frozen = {name: leaf for name, leaf in leaves.items() if is_frozen(name)}
-    trained = {f"{MODEL}{name}": leaf for name, leaf in leaves.items() if name not in frozen}
-    with as_user_error(path, "read"):
-        stores = _open(path, trained, STATES * size_of(abstract) + MAX_OTHER, MODEL)
-        reads = {name: store.read() for name, store in stores.items()}
-        arrays = {name.removeprefix(MODEL): read.result() for name, read in reads.items()}
-    if frozen:
-        arrays |= read_frozen(path.parent.parent / FROZEN, frozen)
-    return fill(abstract, arrays, f"The arrays of {path}")
-
-
 def restore(
     path: Path,
     abstract_state: TrainState,
@@ -170,7 +80,7 @@ def restore(
     others = {f"{MODEL}{name}": array for name, array in frozen.items()}
     leaves = {x: leaf for x, leaf in named_leaves(abstract_state).items() if x not in others}
     with as_user_error(path, "read"):
-        stores = _open(path, leaves, size_of(leaves) + MAX_OTHER)
+        stores = open_arrays(path, leaves, size_of(leaves) + MAX_OTHER)
         fields = read_fields(path)
         arrays = {x: _on_devices(stores[x], leaf.sharding) for x, leaf in leaves.items()}
         try:
@@ -186,50 +96,6 @@ def restore(
         f"The checkpoint {path} is damaged: it is of another step.",
     )
     return Checkpoint(fill(abstract_state, arrays | others, f"The arrays of {path}"), record)
-
-
-def _open(path: Path, wanted: Mapping[str, Any], most: int, prefix: str = "") -> dict[str, Any]:
-    """The arrays of a checkpoint whose names begin with `prefix`, by name, not yet read. They must
-    be those of `wanted`, arrays or shapes of arrays. `most`: bytes that a file may have."""
-    import tensorstore
-
-    # TensorStore reads whole files, of whatever size, and ends the process if they do not fit.
-    for file in (path, *path.rglob("*")):
-        status = file.lstat()
-        right = stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)
-        require(right, f"{file} is a link or no regular file.")
-        require(
-            status.st_size <= most,
-            f"{file} is no file of a checkpoint of this run: it has {status.st_size:,} bytes, and "
-            f"at most {most:,} are expected.",
-        )
-    base = {"driver": "file", "path": f"{(path / 'state').absolute()}/"}
-    place = {"driver": "ocdbt", "base": base}
-    end = "/.zarray"
-    keys = (key.decode() for key in tensorstore.KvStore.open(place).result().list().result())
-    names = [key.removesuffix(end) for key in keys if key.startswith(prefix) and key.endswith(end)]
-    require(bool(names), f"The checkpoint {path} is damaged: it holds no arrays.")
-    opening = {
-        name: tensorstore.open(
-            {"driver": "zarr", "kvstore": place | {"path": f"{name}/"}}, open=True, read=True
-        )
-        for name in names
-    }
-    stores = {name: opened.result() for name, opened in opening.items()}
-    shapes = {
-        name: jax.ShapeDtypeStruct(store.shape, store.dtype.numpy_dtype)
-        for name, store in stores.items()
-    }
-    check_shapes(dict(wanted), shapes, f"The arrays of {path}")
-    for name, store in stores.items():
-        # A small file may hold a chunk that fills the memory when it is unpacked.
-        chunk: Any = store.chunk_layout.read_chunk.shape or ()  # None for a single number
-        require(
-            all(0 < c <= max(n, 1) for c, n in zip(chunk, store.shape, strict=True)),
-            f"The checkpoint {path} is damaged: {name}, {list(store.shape)}, is in chunks of "
-            f"{list(chunk)}.",
-        )
-    return stores
 
 
 def _on_devices(store: Any, sharding: jax.sharding.Sharding) -> Array:
@@ -288,27 +154,3 @@ def _survey(x: Array) -> UInt32[Array, "3"]:
     starts = (jnp.uint32(0), jnp.uint32(0x9E3779B9))
     sums = (jnp.sum(mix(bits ^ mix(place + start)), dtype=jnp.uint32) for start in starts)
     return jnp.stack([(plain != plain).any().astype(jnp.uint32), *sums])
-
-
-@contextlib.contextmanager
-def as_user_error(path: Path, done: str) -> Iterator[None]:
-    """Raises `UserError` for what Orbax and TensorStore raise: a dozen unrelated exceptions."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"The checkpoint {path} cannot be {done}: {reason_of(error)}.") from error
-
-
-def reason_of(error: Exception) -> str:
-    """The reason that an error of Orbax or TensorStore gives, without the place."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    code = re.search(r"os_error_code='(\d+)'", str(error))
-    if code:
-        return os.strerror(int(code[1]))
-    # TensorStore's messages are a page long. The reason follows the last file name.
-    text = str(error).strip() or repr(error)
-    reason = re.split(r" \[tensorstore_spec|\. See full|\n", text)[0]
-    return reason.rpartition('": ')[2].rstrip(".")

@@ -8,12 +8,12 @@ from gptlite.custom import Custom, check_files, load_custom, with_custom
 from gptlite.errors import UserError, require
 from gptlite.machine.progress import log
 from gptlite.machine.records import read_record
-from gptlite.runs.checkpoints import best_step, load_model
 from gptlite.runs.find import checkpoint_of, find_run, list_steps
 from gptlite.runs.frozen import frozen_in
 from gptlite.runs.model import abstract_model
 from gptlite.runs.run import Run
 from gptlite.runs.saved_config import changed_sources, load_config
+from gptlite.runs.stored import best_step, load_model
 from gptlite.runs.tokenizers import load_tokenizer
 from gptlite.runs.weights import fill, named_arrays
 

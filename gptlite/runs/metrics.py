@@ -15,8 +15,9 @@ from gptlite.config import Config
 from gptlite.machine.files import open_regular, sync
 from gptlite.machine.processes import is_main_process
 from gptlite.machine.records import Natural, Number
-from gptlite.runs.checkpoints import Evaluated, Record, best_step
+from gptlite.runs.checkpoints import Record
 from gptlite.runs.folder import RunFolder
+from gptlite.runs.stored import Evaluated, best_step
 from gptlite.training.fit import Progress
 
 FILE = "metrics.jsonl"

@@ -18,19 +18,12 @@ import msgspec
 from gptlite.config import Config
 from gptlite.errors import require
 from gptlite.machine.processes import RESUME, publish
-from gptlite.runs.checkpoints import (
-    MODEL,
-    Record,
-    as_user_error,
-    describe_devices,
-    digest,
-    reason_of,
-    survey,
-)
+from gptlite.runs.checkpoints import Record, describe_devices, digest, survey
 from gptlite.runs.find import CHECKPOINTS
 from gptlite.runs.folder import RunFolder
 from gptlite.runs.frozen import frozen_in, frozen_sha256
 from gptlite.runs.metrics import MetricsLog
+from gptlite.runs.stored import MODEL, as_user_error, reason_of
 from gptlite.runs.weights import named_leaves
 from gptlite.training.fit import Progress
 from gptlite.training.step import TrainState

@@ -11,10 +11,10 @@ from gptlite.errors import UserError
 from gptlite.machine.files import folders_with, is_locked
 from gptlite.machine.records import read_record
 from gptlite.presets import PRESETS
-from gptlite.runs.checkpoints import best_step, newest_record
 from gptlite.runs.find import CHECKPOINTS
 from gptlite.runs.metrics import FILE as METRICS, last_step
 from gptlite.runs.saved_config import load_config
+from gptlite.runs.stored import best_step, newest_summary
 
 State = Literal["running", "stopped", "done", "diverged"]
 # The files that a row of the list is read from.
@@ -80,7 +80,7 @@ def _read(path: Path, stamps: tuple[tuple[float, int], ...]) -> Overview | None:
         return None
     result = _json(path / "result.json")
     step = last_step(path)
-    best, newest = best_step(path), newest_record(path)
+    best, newest = best_step(path), newest_summary(path)
     state: State = "stopped"
     if result is not None and step >= config.training.steps:
         state = "done"

@@ -32,7 +32,7 @@ from gptlite.errors import UserError
 from gptlite.machine.mesh import make_mesh
 from gptlite.models.gpt import GPT
 from gptlite.runs import checkpoints as checkpoints_module, folder
-from gptlite.runs.checkpoints import Checkpoint, Evaluated, Record, best_step, restore
+from gptlite.runs.checkpoints import Checkpoint, Record, restore
 from gptlite.runs.ending import Ending
 from gptlite.runs.find import checkpoint_of, list_steps
 from gptlite.runs.folder import RunFolder
@@ -41,6 +41,7 @@ from gptlite.runs.metrics import MetricsLog
 from gptlite.runs.resume import bring_back, find_checkpoint
 from gptlite.runs.saved_config import load_config
 from gptlite.runs.saving import Checkpoints, Saver
+from gptlite.runs.stored import Evaluated, best_step
 from gptlite.runs.tokenizers import make_tokenizer
 from gptlite.runs.weights import named_arrays
 from gptlite.text.batches import Batches
@@ -575,7 +576,7 @@ def test_a_mask_of_minus_infinity_is_kept_and_nan_is_not(tmp_path):
     masked = state.model.norm.weight.at[0].set(-np.inf)
     state = eqx.tree_at(lambda s: s.model.norm.weight, state, masked)
     checkpoints = Checkpoints(tmp_path / "checkpoints", 2)
-    record = Record(Position(1), 1.0, {}, CORPUS, "", 7, "2 x cpu")
+    record = Record({}, 7, Position(1), 1.0, CORPUS, "", "2 x cpu")
     with contextlib.closing(checkpoints):
         checkpoints.save(state, record)
         checkpoints.wait()
@@ -617,7 +618,7 @@ LAST = {"step": 1.0, "tokens": 8.0, "step_seconds": 1.0, "val_loss": 1.0}
 )
 def test_a_record_from_a_stranger_has_its_types(tmp_path, field, value, words):
     checkpoints = Checkpoints(tmp_path / "checkpoints", 2)
-    record = Record(Position(1), 1.0, {}, CORPUS, "", 7, "2 x cpu")
+    record = Record({}, 7, Position(1), 1.0, CORPUS, "", "2 x cpu")
     with contextlib.closing(checkpoints), pytest.MonkeyPatch.context() as patch:
         to_builtins = msgspec.to_builtins
         change = {field: value}
@@ -632,7 +633,7 @@ def test_an_array_in_chunks_larger_than_itself_is_refused(tmp_path):
     """A small file may hold a chunk that fills the memory when it is unpacked."""
     checkpoints = Checkpoints(tmp_path / "checkpoints", 2)
     with contextlib.closing(checkpoints):
-        checkpoints.save(abstract_state(), Record(Position(1), 1.0, {}, CORPUS, "", 7, "2 x cpu"))
+        checkpoints.save(abstract_state(), Record({}, 7, Position(1), 1.0, CORPUS, "", "2 x cpu"))
         checkpoints.wait()
     base = {"driver": "ocdbt", "base": f"file://{tmp_path}/checkpoints/1/state/"}
     name, store = "model.embedding.weight", tensorstore.KvStore.open(base).result()

@@ -22,11 +22,11 @@ from gptlite.errors import UserError
 from gptlite.machine.files import remove, write_json
 from gptlite.models.gpt import GPT
 from gptlite.runs import find
-from gptlite.runs.checkpoints import Evaluated, best_step
 from gptlite.runs.find import checkpoint_of
 from gptlite.runs.frozen import read_frozen, save_frozen
 from gptlite.runs.load import load
 from gptlite.runs.saved_config import load_config, save_config
+from gptlite.runs.stored import Evaluated, best_step
 from gptlite.runs.tokenizers import make_tokenizer
 from gptlite.runs.weights import named_arrays, named_leaves
 from gptlite.text.corpus import text_corpus

@@ -14,8 +14,8 @@ from support.kill_loop import ROOT, compare, kill_loop, metrics, settings, start
 import gptlite
 import train
 from gptlite.errors import UserError
-from gptlite.runs.checkpoints import best_step
 from gptlite.runs.find import list_steps
+from gptlite.runs.stored import best_step
 from gptlite.training.step import TrainSteps
 
 STEPS = 150

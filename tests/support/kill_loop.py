@@ -15,8 +15,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from conftest import ROOT, TEXT
 
-from gptlite.runs.checkpoints import best_step
 from gptlite.runs.find import checkpoint_of, list_steps
+from gptlite.runs.stored import best_step
 
 # train.py, with a disk so slow that it is saving most of the time.
 SLOW = """

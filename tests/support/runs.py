@@ -8,9 +8,10 @@ import numpy as np
 from gptlite.config import OptimizerConfig, TrainingConfig
 from gptlite.machine.mesh import make_mesh
 from gptlite.models.gpt import GPT
-from gptlite.runs.checkpoints import MODEL, Record, best_step
+from gptlite.runs.checkpoints import Record
 from gptlite.runs.find import CHECKPOINTS, checkpoint_of
 from gptlite.runs.saving import Checkpoints
+from gptlite.runs.stored import MODEL, best_step
 from gptlite.training.fit import Position
 from gptlite.training.step import TrainSteps
 from support.kill_loop import arrays
@@ -22,7 +23,7 @@ def save_checkpoint(run: Path, model: GPT, step: int = 7, val_loss: float | None
     steps = TrainSteps(model, OptimizerConfig(name="adamw"), TrainingConfig(), make_mesh())
     last = {"step": step, "tokens": step, "step_seconds": 1.0}
     last |= {} if val_loss is None else {"val_loss": val_loss}
-    record = Record(Position(step), 1.0, last, "", "", 1000, "1 x cpu")
+    record = Record(last, 1000, Position(step), 1.0, "", "", "1 x cpu")
     with contextlib.closing(Checkpoints(run / CHECKPOINTS, 3)) as checkpoints:
         checkpoints.save(steps.init(model), record)
         checkpoints.wait()

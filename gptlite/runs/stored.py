@@ -1,0 +1,179 @@
+"""Checkpoints on the disk: which there are, what they say, and their arrays, not yet read.
+
+    checkpoints/STEP/state     every array of the training state
+    checkpoints/STEP/record    everything else as JSON, with a digest of arrays and record
+
+Orbax writes them (see saving.py), in the format of TensorStore, which reads them here: its import
+takes a hundredth of a second, and Orbax's a third of one. Nothing of training is imported, either,
+so that a model is loaded quickly. The files may be a stranger's.
+"""
+
+import contextlib
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import msgspec
+
+from gptlite.errors import UserError, require
+from gptlite.machine.pytrees import size_of
+from gptlite.machine.records import Natural, Number, read_record
+from gptlite.models.gpt import GPT
+from gptlite.runs.find import checkpoint_of, list_steps
+from gptlite.runs.frozen import FROZEN, read_frozen
+from gptlite.runs.weights import check_shapes, fill, named_leaves, require_room
+
+# Prefix of the model's arrays in a training state.
+MODEL = "model."
+# No training state is so many times as large as its model: AdamW's is three times.
+STATES = 4
+# Bytes that a file of a checkpoint may have besides the arrays'.
+MAX_OTHER = 2**20
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """The part of a checkpoint's record that is about its model."""
+
+    last: dict[str, Annotated[int, msgspec.Meta(ge=0, le=2**62)] | Number | None]
+    """The last line of metrics."""
+    parameters: Natural
+    """Numbers in the model, with those that are frozen."""
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A step, and the validation loss of the model then, in nats per token."""
+
+    step: int
+    val_loss: float
+
+
+def read_fields(path: Path) -> dict[str, Any]:
+    """The record of a checkpoint as it is written, with its digest.
+
+    **Raises:** `OSError` if it cannot be read; `ValueError` if it is no record.
+    """
+    return read_record(path / "record" / "metadata", dict[str, Any])
+
+
+def newest_summary(run: Path) -> Summary | None:
+    """What a run's newest checkpoint says, unless it is damaged."""
+    for step in list_steps(run):
+        return _summary(checkpoint_of(run, step))
+    return None
+
+
+def best_step(run: Path) -> Evaluated | None:
+    """The checkpoint of a run with the lowest validation loss; of several, the newest."""
+    best = None
+    for step in list_steps(run):
+        summary = _summary(checkpoint_of(run, step))
+        if summary is None or summary.last.get("step") != step:
+            continue
+        val_loss = summary.last.get("val_loss")
+        if val_loss is not None and (best is None or val_loss < best.val_loss):
+            best = Evaluated(step, val_loss)
+    return best
+
+
+def _summary(path: Path) -> Summary | None:
+    try:
+        return msgspec.convert(read_fields(path), Summary)
+    except (OSError, ValueError):
+        return None
+
+
+def load_model(path: Path, abstract: GPT, is_frozen: Callable[[str], bool]) -> GPT:
+    """`abstract` (`eqx.filter_eval_shape` of a model) with the model's arrays in the checkpoint
+    at `path`, and those that are frozen from the run's file. The optimizer's are not read, so the
+    digest is not checked.
+
+    **Raises:** `UserError` if a file cannot be read, or its names, shapes or dtypes are not those
+    of `abstract`.
+    """
+    require_room(str(path), abstract)
+    leaves = named_leaves(abstract)
+    frozen = {name: leaf for name, leaf in leaves.items() if is_frozen(name)}
+    trained = {f"{MODEL}{name}": leaf for name, leaf in leaves.items() if name not in frozen}
+    with as_user_error(path, "read"):
+        stores = open_arrays(path, trained, STATES * size_of(abstract) + MAX_OTHER, MODEL)
+        reads = {name: store.read() for name, store in stores.items()}
+        arrays = {name.removeprefix(MODEL): read.result() for name, read in reads.items()}
+    if frozen:
+        arrays |= read_frozen(path.parent.parent / FROZEN, frozen)
+    return fill(abstract, arrays, f"The arrays of {path}")
+
+
+def open_arrays(
+    path: Path, wanted: Mapping[str, Any], most: int, prefix: str = ""
+) -> dict[str, Any]:
+    """The arrays of a checkpoint whose names begin with `prefix`, by name, not yet read. They must
+    be those of `wanted`, arrays or shapes of arrays. `most`: bytes that a file may have."""
+    import tensorstore
+
+    # TensorStore reads whole files, of whatever size, and ends the process if they do not fit.
+    for file in (path, *path.rglob("*")):
+        status = file.lstat()
+        right = stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)
+        require(right, f"{file} is a link or no regular file.")
+        require(
+            status.st_size <= most,
+            f"{file} is no file of a checkpoint of this run: it has {status.st_size:,} bytes, and "
+            f"at most {most:,} are expected.",
+        )
+    base = {"driver": "file", "path": f"{(path / 'state').absolute()}/"}
+    place = {"driver": "ocdbt", "base": base}
+    end = "/.zarray"
+    keys = (key.decode() for key in tensorstore.KvStore.open(place).result().list().result())
+    names = [key.removesuffix(end) for key in keys if key.startswith(prefix) and key.endswith(end)]
+    require(bool(names), f"The checkpoint {path} is damaged: it holds no arrays.")
+    opening = {
+        name: tensorstore.open(
+            {"driver": "zarr", "kvstore": place | {"path": f"{name}/"}}, open=True, read=True
+        )
+        for name in names
+    }
+    stores = {name: opened.result() for name, opened in opening.items()}
+    shapes = {
+        name: jax.ShapeDtypeStruct(store.shape, store.dtype.numpy_dtype)
+        for name, store in stores.items()
+    }
+    check_shapes(dict(wanted), shapes, f"The arrays of {path}")
+    for name, store in stores.items():
+        # A small file may hold a chunk that fills the memory when it is unpacked.
+        chunk: Any = store.chunk_layout.read_chunk.shape or ()  # None for a single number
+        require(
+            all(0 < c <= max(n, 1) for c, n in zip(chunk, store.shape, strict=True)),
+            f"The checkpoint {path} is damaged: {name}, {list(store.shape)}, is in chunks of "
+            f"{list(chunk)}.",
+        )
+    return stores
+
+
+@contextlib.contextmanager
+def as_user_error(path: Path, done: str) -> Iterator[None]:
+    """Raises `UserError` for what Orbax and TensorStore raise: a dozen unrelated exceptions."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"The checkpoint {path} cannot be {done}: {reason_of(error)}.") from error
+
+
+def reason_of(error: Exception) -> str:
+    """The reason that an error of Orbax or TensorStore gives, without the place."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    code = re.search(r"os_error_code='(\d+)'", str(error))
+    if code:
+        return os.strerror(int(code[1]))
+    # TensorStore's messages are a page long. The reason follows the last file name.
+    text = str(error).strip() or repr(error)
+    reason = re.split(r" \[tensorstore_spec|\. See full|\n", text)[0]
+    return reason.rpartition('": ')[2].rstrip(".")
