@@ -15,12 +15,12 @@ def report(step: CompiledStep, hardware: Hardware) -> str:
     """The memory and time that a training step takes on the devices that it is compiled for,
     which are those of `hardware`."""
     model, steps = step.model, step.steps
-    context, mesh = model.config.context_length, steps.mesh
-    devices, tokens = mesh.size, steps.training.batch_size * context
+    context_length, mesh = model.config.context_length, steps.mesh
+    devices, tokens = mesh.size, steps.training.batch_size * context_length
     shape = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
     lines = [
         f"A training step for {devices} x {mesh.devices.flat[0].device_kind} (mesh: {shape}), "
-        f"{steps.training.batch_size:,} rows of {context:,} tokens. It was compiled, not run.",
+        f"{steps.training.batch_size:,} rows of {context_length:,} tokens. It was compiled, not run.",
         "",
     ]
     if step.compiled is None:
