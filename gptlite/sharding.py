@@ -131,13 +131,6 @@ def targets_cpu() -> bool:
     return _device_kind() == "cpu"
 
 
-def n_other_devices() -> int:
-    """The devices along an axis of the mesh that is none of ours, where each has models of its own
-    (see research/seeds.py); 0 without such an axis."""
-    others = [n for axis, n in jax.sharding.get_abstract_mesh().shape.items() if axis not in AXES]
-    return math.prod(others) if others else 0
-
-
 def is_mesh_set() -> bool:
     """Whether `jax.set_mesh` says for which devices is compiled."""
     return jax.sharding.get_abstract_mesh().abstract_device is not None

@@ -20,7 +20,8 @@ def report(step: CompiledStep, hardware: Hardware) -> str:
     shape = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
     lines = [
         f"A training step for {devices} x {mesh.devices.flat[0].device_kind} (mesh: {shape}), "
-        f"{steps.training.batch_size:,} rows of {context_length:,} tokens. It was compiled, not run.",
+        f"{steps.training.batch_size:,} rows of {context_length:,} tokens. It was compiled, not "
+        "run.",
         "",
     ]
     if step.compiled is None:

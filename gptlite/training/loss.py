@@ -1,9 +1,11 @@
 """Next-token cross-entropy."""
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from gptlite.models.gpt import GPT
-from gptlite.nn.kernels.head import head_losses, terms
+from gptlite.nn.kernels.head import head_losses
 
 
 def cross_entropy(
@@ -17,8 +19,13 @@ def cross_entropy(
     With label smoothing the target distribution is `1 - label_smoothing` on the target plus
     `label_smoothing` spread evenly over the vocabulary (Szegedy et al., 2016, section 7).
     """
-    total, at_target = terms(logits, targets, label_smoothing, logits.shape[-1])
-    return total - at_target
+    known = (targets >= 0) & (targets < logits.shape[-1])
+    at_target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    expected = jnp.where(known, at_target, jnp.nan)
+    if label_smoothing:
+        mean = jnp.mean(logits, axis=-1)
+        expected = (1 - label_smoothing) * expected + label_smoothing * mean
+    return jax.nn.logsumexp(logits, axis=-1) - expected
 
 
 def window_losses(

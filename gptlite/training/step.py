@@ -197,7 +197,7 @@ class TrainSteps:
     def _step(
         self, state: TrainState, batch: PyTree[Shaped[Array, "batch ..."]], seed: Int[Array, ""]
     ) -> tuple[TrainState, StepMetrics]:
-        # The third key, because the model and the samples are drawn from the first two. (Key i of
+        # The third key: `TrainingRun` draws the model and the samples from the first two. (Key i of
         # a split is `fold_in(key, i)`.)
         key = jax.random.key(seed, impl="threefry2x32")  # the kind that `row_key` takes
         key = jax.random.fold_in(jax.random.split(key, 3)[2], state.step)
@@ -232,7 +232,7 @@ class TrainSteps:
         params, rest = eqx.partition(model, self.trainable)
         # Layers are cast and unstacked, and their gradients stacked, once a step and not in each of
         # its parts.
-        params, stack = jax.vjp(functools.partial(unstacked, scanned=False), params)
+        params, stack_grads = jax.vjp(functools.partial(unstacked, scanned=False), params)
         arrays, static = eqx.partition(unstacked(rest, scanned=False), eqx.is_array)
         shared = cast((params, arrays), dtype), weight
 
@@ -241,7 +241,7 @@ class TrainSteps:
             return self._gradient(params, eqx.combine(arrays, static), batch, key, weight)
 
         grads, loss = mean_by_rows(gradient, shared, batch, key)
-        return loss, *stack(grads)
+        return loss, *stack_grads(grads)
 
     def _gradient(
         self,

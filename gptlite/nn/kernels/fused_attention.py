@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from gptlite.nn.kernels.rows import map_heads
-from gptlite.sharding import is_mesh_set, n_other_devices, targets_nvidia, targets_tpu
+from gptlite.sharding import AXES, is_mesh_set, targets_nvidia, targets_tpu
 
 Heads = Float[Array, "*batch heads seq d_head"]
 KVHeads = Float[Array, "*batch kv_heads seq d_head"]
@@ -60,12 +60,12 @@ def _kernel(
         half = query.dtype in (jnp.float16, jnp.bfloat16)
         # (The gradient needs an even length. JAX does not map a mask over models.)
         fits = half and d_head % 8 == 0 and d_head <= 128 and seq % 2 == 0
-        fits = fits and not (has_starts and n_other_devices())
+        fits = fits and not (has_starts and _n_other_devices())
         return ("cuda", _cudnn) if fits else None
     fits = query.dtype == jnp.bfloat16 and seq % SPLASH_BLOCKS[-1] == 0
     # (The compiler does not divide the kernel over models, nor can `map_heads`, which is inside of
     # the `vmap` over them.)
-    if targets_tpu() and fits and n_other_devices() <= 1:
+    if targets_tpu() and fits and _n_other_devices() <= 1:
         return "tpu", _splash
     return None
 
@@ -142,3 +142,10 @@ def _splash(
     with jax.named_scope(name):
         out = map_heads(on_device, *arrays)
     return out.reshape(query.shape)
+
+
+def _n_other_devices() -> int:
+    """The devices along an axis of the mesh that is none of ours, where each has models of its own
+    (see research/seeds.py); 0 without such an axis."""
+    others = [n for axis, n in jax.sharding.get_abstract_mesh().shape.items() if axis not in AXES]
+    return math.prod(others) if others else 0

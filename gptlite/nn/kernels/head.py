@@ -28,8 +28,9 @@ def terms(
     label_smoothing: float,
     vocab_size: int,
 ) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
-    """The cross-entropy as a difference: the logarithm of the sum of exponentials, and the expected
-    logit. Rows from `vocab_size` on are padding."""
+    """The cross-entropy as a difference, `training.loss.cross_entropy` before its subtraction: the
+    logarithm of the sum of exponentials, and the expected logit. Rows from `vocab_size` on are
+    padding."""
     at_target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     known = (targets >= 0) & (targets < vocab_size)
     at_target = jnp.where(known, at_target, jnp.nan)
@@ -117,8 +118,9 @@ class _Head:
     def gradients(
         self, hidden: Array, weight: Array, logit_gradient: Array, loss_gradient: Array
     ) -> tuple[Array, Array]:
-        """The gradients of `hidden` and `weight`, from those of losses by logits, and by losses.
-        The latter multiply rows of `hidden`, which are shorter than those of the logits."""
+        """The gradients of `hidden` and `weight`. A row of `logit_gradient` counts as often as its
+        `loss_gradient` says. That factor multiplies rows of `hidden`, before the product that makes
+        the weight's gradient and after the one that makes its own: they are shorter."""
         by_row = loss_gradient[..., None]
         scaled = (widen(hidden) * by_row).astype(hidden.dtype)
         grad_hidden, grad_weight = jax.vjp(self.logits, scaled, weight)[1](logit_gradient)
