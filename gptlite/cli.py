@@ -314,13 +314,13 @@ def parse_train(argv: Sequence[str]) -> TrainArguments:
             f"The preset comes first: python train.py {arguments.preset} ...",
         )
         return arguments
-    for is_given, option in (
+    for value, option in (
         (arguments.run, "--run"),
         (arguments.overwrite, "--overwrite"),
         (arguments.preset != DEFAULT_PRESET, f"the preset {arguments.preset}"),
     ):
         require(
-            not is_given, f"A run that is resumed keeps its name and settings: leave {option} out."
+            not value, f"A run that is resumed keeps its name and settings: leave {option} out."
         )
     return arguments
 
@@ -336,8 +336,10 @@ def parse_config(
     """
     first, _ = parse_words(_First, argv, add_help=False, return_unknown_args=True)
     resume = first.resume if resumes else None
-    if resume is not None and first.init_from is not None:
-        raise UserError("A run that is resumed keeps its weights: leave --init-from out.")
+    require(
+        resume is None or first.init_from is None,
+        "A run that is resumed keeps its weights: leave --init-from out.",
+    )
     preset = argv[0] if argv and argv[0] in PRESETS else DEFAULT_PRESET
     config = PRESETS[preset][1]
     if resume is not None:
@@ -379,11 +381,11 @@ def check_start(
 def settings(arguments: TrainArguments) -> dict[str, str]:
     """The settings that all processes of a run must have been given alike, by name. The corpus may
     lie in different places: its checksum is compared."""
-    settings = {name: str(getattr(arguments, name)) for name in ("run", "overwrite", "resume")}
+    values = {name: str(getattr(arguments, name)) for name in ("run", "overwrite", "resume")}
     for section, fields in vars(arguments.config).items():
-        settings |= {f"{section}.{name}": str(value) for name, value in vars(fields).items()}
-    del settings["data.corpus"]
-    return settings
+        values |= {f"{section}.{name}": str(value) for name, value in vars(fields).items()}
+    del values["data.corpus"]
+    return values
 
 
 def _resumed(name: str, first: _First) -> Config:

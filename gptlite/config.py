@@ -310,7 +310,7 @@ class TrainingConfig:
 
     freeze: str = ""
     """Parameters that stay as they are: patterns of their names, separated by commas, such as
-    embedding.*,*.mlp.*. (The names are those in a run's weights; * stands for anything.)"""
+    embedding.*,*.mlp.*. (The names are those of the arrays of a model; * stands for anything.)"""
 
     on_nonfinite: Annotated[Literal["stop", "skip"], Free("resume")] = "stop"
     """What to do when a loss or a gradient is not finite. stop: end the run, and save the batch.

@@ -32,7 +32,7 @@ def main(
     from gptlite.runs.saved_config import load_config
 
     path = find_run(run)
-    # An error says first what cannot be exported: a custom block would have to be named.
+    # Blocks that cannot be exported are refused first: a custom one would have to be named to load.
     to_hf_config(load_config(path / "config.json").model, vocab_size=1)
     export_run(load(path), folder)
     log(f"{folder} is written: AutoModelForCausalLM.from_pretrained({str(folder)!r}) loads it")

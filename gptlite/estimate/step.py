@@ -30,7 +30,7 @@ class CompiledStep:
     compiled: Any
     """None if the compiler refuses the step because it does not fit. A TPU's does that."""
     refusal: str
-    """The compiler's words then."""
+    """The compiler's message if it refuses."""
     seconds: float
     """That it took to compile."""
 

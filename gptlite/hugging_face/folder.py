@@ -120,10 +120,10 @@ def _read(path: Path) -> dict[str, Any]:
 def _end_ids(folder: Path, fields: dict[str, Any], vocab_size: int) -> list[int]:
     """The ids that end a text: `eos_token_id` is an id, several, or none."""
     path = folder / "generation_config.json"
-    ids = (_read(path) if path.exists() else fields).get("eos_token_id")
-    ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    value = (_read(path) if path.exists() else fields).get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
     right = all(type(i) is int and i >= 0 for i in ids)
-    require(right, f"The model's eos_token_id must be ids, got {str(ids)[:100]!r}.")
+    require(right, f"The model's eos_token_id must be ids, got {str(value)[:100]!r}.")
     # Defaults of another vocabulary are never generated.
     return [i for i in ids if i < vocab_size]
 

@@ -294,7 +294,7 @@ def check_gradients(s: Subject) -> str | None:
 
 
 def check_bfloat16(s: Subject) -> str | None:
-    # The loss by the arithmetic is compared, not the one by rounding parameters and inputs.
+    # Only the rounding of the arithmetic is compared, not that of parameters and inputs.
     rounded = _cast(s.module, jnp.bfloat16)
     x = s.x.astype(jnp.bfloat16) if s.x.dtype == np.float32 else s.x
     wide = x.astype(np.float32) if s.x.dtype == np.float32 else x

@@ -1,5 +1,7 @@
 """The folders of runs: finding one, and a place for a new one; and of their checkpoints."""
 
+import contextlib
+import math
 import os
 from pathlib import Path
 
@@ -22,6 +24,7 @@ def new_run(name: str) -> Path:
 
 def check_free(path: Path, *, overwrite: bool) -> None:
     """**Raises:** `UserError` if a new run may not be put at `path`."""
+    check_path(path)
     try:
         exists, is_run = path.exists(), (path / "config.json").is_file()
     except PermissionError as error:
@@ -39,14 +42,35 @@ def check_free(path: Path, *, overwrite: bool) -> None:
 
 
 def list_steps(run: Path) -> list[int]:
-    """The steps of a run's checkpoints, the newest first."""
-    names = (path.name for path in (run / CHECKPOINTS).glob("*"))
-    return sorted((int(n) for n in names if n.isascii() and n.isdecimal()), reverse=True)
+    """The steps of a run's checkpoints, the newest first. Links are left out."""
+    folder = run / CHECKPOINTS
+    paths = [] if folder.is_symlink() else [*folder.glob("[0-9]*")]
+    names = (path.name for path in paths if path.is_dir() and not path.is_symlink())
+    return sorted((int(n) for n in names if n.isdecimal() and str(int(n)) == n), reverse=True)
 
 
 def checkpoint_of(run: Path, step: int) -> Path:
     """The folder of a checkpoint."""
     return run / CHECKPOINTS / str(step)
+
+
+def check_path(path: Path) -> None:
+    """**Raises:** `UserError` if no run can be saved at `path`."""
+    # Orbax looks for its files by a pattern, in which brackets are no letters, and TensorStore
+    # takes a backslash for a slash.
+    where = path.absolute()
+    require(
+        not any(letter in where.as_posix() for letter in "[]\\"),
+        f"A run cannot be saved in {where}: the names of folders must be without [, ] and \\.",
+    )
+
+
+def _saved_at(run: Path) -> float:
+    """When the newest checkpoint of a run was saved; minus infinity if there is none."""
+    for step in list_steps(run):
+        with contextlib.suppress(OSError):  # deleted since, by the process that trains the run
+            return checkpoint_of(run, step).stat().st_mtime
+    return -math.inf
 
 
 def find_run(name: str | None) -> Path:
@@ -57,17 +81,14 @@ def find_run(name: str | None) -> Path:
     """
     if name is None:
         # Not hidden folders, which are what `--overwrite` leaves if it is killed.
-        saved = {
-            run: checkpoint_of(run, steps[0]).stat().st_mtime
-            for run in RUNS_FOLDER.glob("[!.]*")
-            if (steps := list_steps(run))
-        }
-        require(
-            bool(saved),
-            f"There is no trained model in {RUNS_FOLDER}/ yet: run `python train.py` first, or "
-            "name one with --run.",
-        )
-        return max(saved, key=lambda run: saved[run])
+        runs = [run for run in RUNS_FOLDER.glob("[!.]*") if (run / "config.json").is_file()]
+        newest = max(runs, key=_saved_at, default=None)
+        if newest is None or not list_steps(newest):
+            raise UserError(
+                f"There is no trained model in {RUNS_FOLDER}/ yet: run `python train.py` first, or "
+                "name one with --run."
+            )
+        return newest
     require(name.strip() != "" and name.isprintable(), f"There is no run named {name!r}.")
     for path in (Path(name), RUNS_FOLDER / name):
         if os.path.isfile(path / "config.json"):

@@ -5,7 +5,7 @@
     custom/            copies of the files with custom blocks
     metrics.jsonl      one JSON object a line
     frozen.safetensors parameters that stay as they are, if there are any
-    checkpoints/       the newest and the best: see checkpoints.py
+    checkpoints/       the newest and the best: see stored.py
     damaged/           checkpoints that could not be used
     nonfinite.json     where training diverged, with the batch
     loss.png           the loss curves
@@ -38,7 +38,7 @@ from gptlite.machine.processes import (
     process_count,
     wait_for_main,
 )
-from gptlite.runs.find import check_free, list_steps
+from gptlite.runs.find import check_free, check_path, list_steps
 from gptlite.runs.frozen import FROZEN, save_frozen
 from gptlite.runs.saved_config import save_config, save_sources
 from gptlite.text.tokenizer import Tokenizer
@@ -158,6 +158,7 @@ class RunFolder:
         **Raises:** `UserError` if another process trains the run, it has no checkpoint, or there is
         anything but folders and regular files in it: a link could lead out of it.
         """
+        check_path(self.path)
         self.lock()
 
         def fail(error: OSError) -> NoReturn:

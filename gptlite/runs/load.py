@@ -1,6 +1,7 @@
 """A trained model, read from its run's folder, or from a folder in Hugging Face's format."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -8,6 +9,7 @@ from gptlite.custom import Custom, check_files, load_custom, with_custom
 from gptlite.errors import UserError, require
 from gptlite.machine.progress import log
 from gptlite.machine.records import read_record
+from gptlite.models.gpt import GPT
 from gptlite.runs.find import checkpoint_of, find_run, list_steps
 from gptlite.runs.frozen import frozen_in
 from gptlite.runs.model import abstract_model
@@ -52,8 +54,8 @@ def load(
     for changed in changed_sources(path, config.model):
         log(f"{changed} has changed since {path} began.")
     tokenizer = load_tokenizer(path)
-    checkpoint = _checkpoint(path, weights)
-    model = load_model(checkpoint, abstract_model(config.model, tokenizer), frozen_in(config))
+    abstract, is_frozen = abstract_model(config.model, tokenizer), frozen_in(config)
+    checkpoint, model = _load(path, weights, abstract, is_frozen)
     if config.model.lora is not None:
         from gptlite.adapters import merged
 
@@ -61,6 +63,22 @@ def load(
         plain = abstract_model(config.model, tokenizer)
         model = fill(plain, named_arrays(merged(model)), f"The arrays of {checkpoint}")
     return Run(path, config, tokenizer, model)
+
+
+def _load(
+    run: Path,
+    weights: Literal["best", "last"],
+    abstract: GPT,
+    is_frozen: Callable[[str], bool],
+) -> tuple[Path, GPT]:
+    while True:
+        checkpoint = _checkpoint(run, weights)
+        try:
+            return checkpoint, load_model(checkpoint, abstract, is_frozen)
+        except UserError:
+            # While a run is trained, a checkpoint may be deleted as it is read: there is another.
+            if _checkpoint(run, weights) == checkpoint:
+                raise
 
 
 def _checkpoint(run: Path, weights: Literal["best", "last"]) -> Path:
@@ -71,8 +89,8 @@ def _checkpoint(run: Path, weights: Literal["best", "last"]) -> Path:
     best = best_step(run)
     if best is None:
         raise UserError(
-            f"The run {run} has no best weights. (The first evaluation says which they are.) Use "
-            "its last ones (sample.py --weights last), or resume it (train.py --resume)."
+            f"The run {run} has no best weights. (No checkpoint that can be read was evaluated.) "
+            "Use its last ones (sample.py --weights last), or resume it (train.py --resume)."
         )
     return checkpoint_of(run, best.step)
 

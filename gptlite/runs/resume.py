@@ -10,12 +10,14 @@ from gptlite.errors import UserError, require
 from gptlite.machine.files import write_atomically
 from gptlite.machine.processes import is_main_process
 from gptlite.machine.progress import log
+from gptlite.machine.pytrees import size_of
 from gptlite.runs import metrics
 from gptlite.runs.checkpoints import Checkpoint, describe_devices, restore
-from gptlite.runs.find import checkpoint_of, list_steps
+from gptlite.runs.find import CHECKPOINTS, checkpoint_of, list_steps
 from gptlite.runs.folder import RunFolder
 from gptlite.runs.frozen import FROZEN, frozen_in, frozen_sha256, read_frozen
 from gptlite.runs.saved_config import changed_sources, load_config, save_config, save_sources
+from gptlite.runs.stored import MAX_OTHER, check_files, is_readable
 from gptlite.runs.weights import named_leaves
 from gptlite.training.step import TrainState
 
@@ -67,6 +69,7 @@ def _frozen(run: Path, abstract_state: TrainState, config: Config) -> dict[str, 
 
 
 def _newest(run: Path, abstract_state: TrainState, frozen: Mapping[str, jax.Array]) -> Checkpoint:
+    check_files(run / CHECKPOINTS, size_of(abstract_state) + MAX_OTHER)  # Orbax reads them, too
     for step in list_steps(run):
         try:
             return restore(checkpoint_of(run, step), abstract_state, frozen)
@@ -87,9 +90,14 @@ def _bring_back(folder: RunFolder, step: int, config: Config) -> None:
     for changed in changed_sources(run, config.model):
         log(f"{changed} has changed since the run began.")
     with folder.writing():
-        for damaged in list_steps(run):
-            if damaged > step:
-                _move_damaged(checkpoint_of(run, damaged))
+        for other in list_steps(run):
+            checkpoint = checkpoint_of(run, other)
+            if other < step and is_readable(checkpoint):
+                continue
+            if other < step:
+                log(f"The checkpoint {checkpoint} is damaged.")
+            if other != step:
+                _move_damaged(checkpoint)
         for leftover in (*run.glob(".*.part"), run / "result.json"):
             leftover.unlink(missing_ok=True)
         _truncate_metrics(run / metrics.FILE, step)

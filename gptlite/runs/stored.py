@@ -22,7 +22,7 @@ import msgspec
 
 from gptlite.errors import UserError, require
 from gptlite.machine.pytrees import size_of
-from gptlite.machine.records import Natural, Number, read_record
+from gptlite.machine.records import Number, read_record
 from gptlite.models.gpt import GPT
 from gptlite.runs.find import checkpoint_of, list_steps
 from gptlite.runs.frozen import FROZEN, read_frozen
@@ -36,12 +36,16 @@ STATES = 4
 MAX_OTHER = 2**20
 
 
+# A number of things, of any model.
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+
+
 class Summary(msgspec.Struct, frozen=True):
     """The part of a checkpoint's record that is about its model."""
 
-    last: dict[str, Annotated[int, msgspec.Meta(ge=0, le=2**62)] | Number | None]
+    last: dict[str, Count | Number | None]
     """The last line of metrics."""
-    parameters: Natural
+    parameters: Count
     """Numbers in the model, with those that are frozen."""
 
 
@@ -63,9 +67,8 @@ def read_fields(path: Path) -> dict[str, Any]:
 
 def newest_summary(run: Path) -> Summary | None:
     """What a run's newest checkpoint says, unless it is damaged."""
-    for step in list_steps(run):
-        return _summary(checkpoint_of(run, step))
-    return None
+    step = next(iter(list_steps(run)), None)
+    return None if step is None else _summary(checkpoint_of(run, step))
 
 
 def best_step(run: Path) -> Evaluated | None:
@@ -83,6 +86,7 @@ def best_step(run: Path) -> Evaluated | None:
 
 def _summary(path: Path) -> Summary | None:
     try:
+        check_files(path / "record", MAX_OTHER)
         return msgspec.convert(read_fields(path), Summary)
     except (OSError, ValueError):
         return None
@@ -114,31 +118,8 @@ def open_arrays(
 ) -> dict[str, Any]:
     """The arrays of a checkpoint whose names begin with `prefix`, by name, not yet read. They must
     be those of `wanted`, arrays or shapes of arrays. `most`: bytes that a file may have."""
-    import tensorstore
-
-    # TensorStore reads whole files, of whatever size, and ends the process if they do not fit.
-    for file in (path, *path.rglob("*")):
-        status = file.lstat()
-        right = stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)
-        require(right, f"{file} is a link or no regular file.")
-        require(
-            status.st_size <= most,
-            f"{file} is no file of a checkpoint of this run: it has {status.st_size:,} bytes, and "
-            f"at most {most:,} are expected.",
-        )
-    base = {"driver": "file", "path": f"{(path / 'state').absolute()}/"}
-    place = {"driver": "ocdbt", "base": base}
-    end = "/.zarray"
-    keys = (key.decode() for key in tensorstore.KvStore.open(place).result().list().result())
-    names = [key.removesuffix(end) for key in keys if key.startswith(prefix) and key.endswith(end)]
-    require(bool(names), f"The checkpoint {path} is damaged: it holds no arrays.")
-    opening = {
-        name: tensorstore.open(
-            {"driver": "zarr", "kvstore": place | {"path": f"{name}/"}}, open=True, read=True
-        )
-        for name in names
-    }
-    stores = {name: opened.result() for name, opened in opening.items()}
+    check_files(path, most)
+    stores = _open(path, prefix)
     shapes = {
         name: jax.ShapeDtypeStruct(store.shape, store.dtype.numpy_dtype)
         for name, store in stores.items()
@@ -153,6 +134,52 @@ def open_arrays(
             f"{list(chunk)}.",
         )
     return stores
+
+
+def is_readable(path: Path) -> bool:
+    """Whether a checkpoint's record, and what describes its arrays, can be read."""
+    try:
+        with as_user_error(path, "read"):
+            return bool(_open(path)) and _summary(path) is not None
+    except UserError:
+        return False
+
+
+def check_files(folder: Path, most: int) -> None:
+    """**Raises:** `UserError` if there is anything but folders and regular files of at most `most`
+    bytes in `folder`, or it is none itself; `OSError` if it cannot be read."""
+    # TensorStore reads whole files, of whatever size, and ends the process if they do not fit.
+    for file in (folder, *folder.rglob("*")):
+        status = file.lstat()
+        right = stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)
+        require(right, f"{file} is a link or no regular file.")
+        require(
+            status.st_size <= most,
+            f"{file} is no file of a checkpoint of this run: it has {status.st_size:,} bytes, and "
+            f"at most {most:,} are expected.",
+        )
+
+
+def _open(path: Path, prefix: str = "") -> dict[str, Any]:
+    import tensorstore
+
+    where = (path / "state").absolute().as_posix()
+    require(
+        "\\" not in where, f"{where} cannot be read: TensorStore takes a backslash for a slash."
+    )
+    base = {"driver": "file", "path": f"{where}/"}
+    place = {"driver": "ocdbt", "base": base}
+    end = "/.zarray"
+    keys = (key.decode() for key in tensorstore.KvStore.open(place).result().list().result())
+    names = [key.removesuffix(end) for key in keys if key.startswith(prefix) and key.endswith(end)]
+    require(bool(names), f"The checkpoint {path} is damaged: it holds no arrays.")
+    # A chunk that is missing would be read as zeros. (Orbax leaves none out.)
+    array = {"driver": "zarr", "fill_missing_data_reads": False}
+    opening = {
+        name: tensorstore.open(array | {"kvstore": place | {"path": f"{name}/"}}, read=True)
+        for name in names
+    }
+    return {name: opened.result() for name, opened in opening.items()}
 
 
 @contextlib.contextmanager

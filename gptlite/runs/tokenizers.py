@@ -40,11 +40,12 @@ def make_tokenizer(name: str, corpus: Corpus | None = None) -> Tokenizer:
         return read_hf_tokenizer(find_folder(rest), for_training=True)
     if kind == "tiktoken" and rest in tiktoken.list_encoding_names():
         return _fetch_tiktoken(rest)
-    require(
-        name == "char" or kind == "bpe",
-        f"There is no tokenizer {name!r}: give `char`, `byte`, `bpe:SIZE`, `hf:FOLDER` or "
-        f"`tiktoken:NAME` with NAME one of {', '.join(tiktoken.list_encoding_names())}.",
-    )
+    if name != "char" and kind != "bpe":
+        encodings = ", ".join(tiktoken.list_encoding_names())  # which takes time
+        raise UserError(
+            f"There is no tokenizer {name!r}: give `char`, `byte`, `bpe:SIZE`, `hf:FOLDER` or "
+            f"`tiktoken:NAME` with NAME one of {encodings}."
+        )
     size = parse_bpe(name) if kind == "bpe" else 0
     require(corpus is not None, f"The tokenizer {name} is made from a text: give a corpus.")
     assert corpus is not None

@@ -17,7 +17,8 @@ from gptlite.models.gpt import GPT
 
 T = TypeVar("T")
 
-# Copies of the weights in memory while they are loaded: the file, the arrays in it, JAX's arrays.
+# Copies of the weights in memory while they are loaded: the file or chunks of it, NumPy's arrays,
+# JAX's arrays.
 LOADING = 3
 
 

@@ -103,7 +103,7 @@ class Batch:
         self._lengths: dict[ServedText, int] = {}
         """Tokens in the cache."""
         self._settings: tuple[Any, bool] | None = None
-        """Compute what is the same until a text joins or leaves."""
+        """Inputs that are the same until a text joins or leaves."""
         self._bytes: dict[tuple[int, int], int] = {}
         self._seconds_per_token = CALL_SECONDS
 

@@ -217,8 +217,8 @@ async def finished(
 
 
 class Mailbox:
-    """The tokens that the texts of a request gained, handed from the engine's thread to the event
-    loop. If they are not streamed, a text's pieces are handed over when it is finished."""
+    """The pieces that the texts of a request gained, handed from the engine's thread to the event
+    loop. If they are not streamed, a text's are handed over when it is finished."""
 
     def __init__(self, *, streamed: bool):
         self._loop = asyncio.get_running_loop()

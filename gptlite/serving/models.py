@@ -12,9 +12,9 @@ from gptlite.custom import Custom
 from gptlite.errors import UserError, require
 from gptlite.machine.progress import log
 from gptlite.models.gpt import GPT
-from gptlite.runs.find import CHECKPOINTS
 from gptlite.runs.load import load
 from gptlite.runs.run import Run
+from gptlite.runs.stored import Evaluated, best_step
 from gptlite.serving.chat import ChatTemplate, read_chat_template
 from gptlite.serving.engine import Engine
 from gptlite.serving.text import ServedText
@@ -30,7 +30,7 @@ class Served:
     """A model that the application serves."""
 
     name: str
-    """The model's."""
+    """The name of the model."""
     created: int
     """When the model was made, in seconds since 1970."""
     tokenizer: Tokenizer
@@ -86,7 +86,7 @@ class Models:
     def __init__(self, main: Served, custom: Custom = ()):
         """`custom`: the files whose classes the runs may have as blocks."""
         self.main, self._custom = main, custom
-        self._others: dict[str, tuple[int, Served]] = {}
+        self._others: dict[str, tuple[Evaluated | None, Served]] = {}
         self._loading = asyncio.Lock()
 
     async def load(self, path: Path) -> Served:
@@ -95,16 +95,16 @@ class Models:
         **Raises:** `UserError` if it cannot be loaded.
         """
         async with self._loading:
-            changed = (path / CHECKPOINTS).stat().st_mtime_ns
+            best = await anyio.to_thread.run_sync(lambda: best_step(path))
             entry = self._others.pop(path.name, None)
-            if entry is not None and entry[0] != changed:
+            if entry is not None and entry[0] != best:
                 entry[1].engine.stop()
                 entry = None
             if entry is None:
                 while len(self._others) >= MAX_OTHERS:
                     oldest = next(iter(self._others))
                     self._others.pop(oldest)[1].engine.stop()
-                entry = changed, await anyio.to_thread.run_sync(lambda: self._serve(path))
+                entry = best, await anyio.to_thread.run_sync(lambda: self._serve(path))
             self._others[path.name] = entry  # the newest comes last
             return entry[1]
 

@@ -73,7 +73,7 @@ def _stamp(path: Path) -> tuple[float, int]:
 
 @lru_cache(maxsize=4096)
 def _read(path: Path, stamps: tuple[tuple[float, int], ...]) -> Overview | None:
-    """The overview by the files, which have these stamps."""
+    """The overview of a run whose files have these stamps."""
     try:
         config = load_config(path / "config.json")
     except UserError:

@@ -47,7 +47,7 @@ class Token:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Tokens that a text gained."""
+    """A piece that a text gained."""
 
     text: str
     tokens: list[Token]

@@ -85,7 +85,7 @@ def evaluation_batches(
 ) -> tuple[Int[np.ndarray, "batches rows seq_and_next"], int]:
     """All of `tokens` in consecutive windows of `context_length + 1`, each starting with the last
     id of the one before, in batches whose rows `devices` devices can share evenly; and the number
-    of targets in all, `len(tokens) - 1`. Places that are too many are filled with -1.
+    of targets in all, `len(tokens) - 1`. Places beyond them are filled with -1.
 
     **Raises:** `UserError` if there are fewer than 2 tokens.
     """

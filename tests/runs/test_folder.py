@@ -689,6 +689,50 @@ def test_metrics_without_an_end_are_not_read_to_it(copied, finished):
         assert (copied / "metrics.jsonl").read_bytes() == whole
 
 
+def test_a_huge_file_in_another_checkpoint_is_refused(copied):
+    """Orbax reads it whole."""
+    (copied / "checkpoints" / "58" / "metrics").mkdir()
+    (copied / "checkpoints" / "58" / "metrics" / "metrics").touch()
+    os.truncate(copied / "checkpoints" / "58" / "metrics" / "metrics", 2**40)
+    with RunFolder(copied) as run, pytest.raises(UserError, match=r"metrics is no file .*1,099,"):
+        find(run, 1000)
+
+
+@pytest.mark.parametrize("damaged", ["state/manifest.ocdbt", "record/metadata"])
+def test_a_best_checkpoint_that_is_damaged_is_set_aside(copied, damaged, capsys):
+    """The best weights are then those of an evaluation that can be read."""
+    path = copied / "checkpoints" / "40" / "record" / "metadata"
+    record = json.loads(path.read_text())
+    record["last"]["val_loss"] = 0.5
+    path.write_text(json.dumps(record))
+    best = best_step(copied)
+    assert best is not None
+    assert best.step == 40
+    (copied / "checkpoints" / "40" / damaged).unlink()
+    with RunFolder(copied) as run:
+        train(run, longer(80), find(run, 80), 80)
+    assert "checkpoints/40 is damaged" in capsys.readouterr().out
+    assert (copied / "damaged" / "40").is_dir()
+    best = best_step(copied)
+    assert best is not None
+    assert best.step in (60, 80)
+
+
+@pytest.mark.parametrize("name", ["a[b]", "a\\b"])
+def test_a_place_where_orbax_would_lose_files_is_refused(copied, name):
+    path = Path(shutil.copytree(copied, copied.parent / name))
+    with RunFolder(path) as run, pytest.raises(UserError, match="must be without"):
+        run.create(CONFIG, TOKENIZER, overwrite=True)
+    with RunFolder(path) as run, pytest.raises(UserError, match="must be without"):
+        run.open()
+    assert best_step(path) is not None
+    if "[" in name:
+        load(path)
+    else:
+        with pytest.raises(UserError, match="takes a backslash for a slash"):
+            load(path)
+
+
 def test_a_checkpoint_with_a_huge_file_is_refused(tmp_path):
     """TensorStore would end the process."""
     with RunFolder(tmp_path / "one") as run:

@@ -21,7 +21,7 @@ from gptlite.config import Config
 from gptlite.errors import UserError
 from gptlite.machine.files import remove, write_json
 from gptlite.models.gpt import GPT
-from gptlite.runs import find
+from gptlite.runs import find, load as load_module
 from gptlite.runs.find import checkpoint_of
 from gptlite.runs.frozen import read_frozen, save_frozen
 from gptlite.runs.load import load
@@ -165,6 +165,56 @@ def test_weights_that_were_not_evaluated_are_the_last_and_not_the_best(run):
     assert best_step(run) == SAVED
     np.testing.assert_array_equal(load(run).model.norm.weight, norm)
     np.testing.assert_array_equal(load(run, "last").model.norm.weight, norm + 1)
+
+
+def test_what_is_no_run_and_no_checkpoint_is_not_the_newest(run, saved, tmp_path, monkeypatch):
+    """Whatever lies in the folder of runs."""
+    monkeypatch.setattr(find, "RUNS_FOLDER", tmp_path / "runs")
+    for name in ("007", "8.part", "x"):
+        (tmp_path / "runs" / name / "checkpoints" / "99").mkdir(parents=True)
+    odd = run / "checkpoints"
+    (odd / "007").mkdir()
+    (odd / "12").symlink_to("nowhere")
+    (odd / "13").symlink_to("7")
+    (odd / "14").touch()
+    shutil.copytree(saved, tmp_path / "other")
+    (tmp_path / "runs" / "linked").mkdir()
+    shutil.copy(run / "config.json", tmp_path / "runs" / "linked")
+    (tmp_path / "runs" / "linked" / "checkpoints").symlink_to(tmp_path / "other" / "checkpoints")
+    assert find.list_steps(run) == [7]
+    assert find.find_run(None) == run
+
+
+def test_a_model_may_have_more_parameters_than_32_bits_count(tmp_path):
+    save_checkpoint(tmp_path, MODEL, parameters=3_000_000_000)
+    assert best_step(tmp_path) == SAVED
+
+
+def test_a_part_that_is_missing_is_not_read_as_zeros(run):
+    """As when a checkpoint is deleted while it is read."""
+    base = {"driver": "ocdbt", "base": f"file://{manifest(run).parent}/"}
+    store = tensorstore.KvStore.open(base).result()
+    store.delete_range(tensorstore.KvStore.KeyRange("model.head.weight/0", "model.head.weight/1"))
+    with pytest.raises(UserError, match="checkpoints/7 cannot be read"):
+        load(run)
+
+
+@pytest.mark.parametrize("weights", ["best", "last"])
+def test_a_checkpoint_that_is_deleted_while_it_is_read_is_followed_by_the_next(
+    run, weights, monkeypatch
+):
+    read, paths = load_module.load_model, []
+
+    def load_model(path, *rest):
+        paths.append(path.name)
+        if path.name == "7":  # training goes on, and keeps one checkpoint
+            save_checkpoint(run, MODEL, 9, 1.0)
+            shutil.rmtree(path)
+        return read(path, *rest)
+
+    monkeypatch.setattr(load_module, "load_model", load_model)
+    load(run, weights)
+    assert paths == ["7", "9"]
 
 
 def test_no_run_yet_says_what_to_do(tmp_path, monkeypatch):

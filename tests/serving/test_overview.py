@@ -11,6 +11,7 @@ from conftest import TEXT, run_script, tiny_run
 
 from gptlite.errors import UserError
 from gptlite.machine.files import is_locked, lock
+from gptlite.runs.find import checkpoint_of, list_steps
 from gptlite.runs.folder import RunFolder
 from gptlite.serving.overview import list_runs
 
@@ -105,9 +106,11 @@ def test_runs_that_cannot_be_read(runs, tmp_path):
     (linked / "config.json").write_bytes((runs / "small" / "config.json").read_bytes())
     (linked / "metrics.jsonl").symlink_to(runs / "small" / "metrics.jsonl")
     (linked / "checkpoints" / "3").mkdir(parents=True)
-    (linked / "checkpoints" / "3" / "record").symlink_to(runs / "small" / "checkpoints")
-    (linked / "checkpoints" / "6" / "record").mkdir(parents=True)
-    (linked / "checkpoints" / "6" / "record" / "metadata").write_bytes(b"\xff" * 100)
+    checkpoint = checkpoint_of(runs / "small", list_steps(runs / "small")[0])
+    (linked / "checkpoints" / "3" / "record").symlink_to(checkpoint / "record")
+    (linked / "checkpoints" / checkpoint.name).symlink_to(checkpoint)
+    (linked / "checkpoints" / "2" / "record").mkdir(parents=True)
+    (linked / "checkpoints" / "2" / "record" / "metadata").write_bytes(b"\xff" * 100)
     (found,) = list_runs(tmp_path)
     assert found.name == "linked"
     assert (found.step, found.parameters, found.best_loss) == (0, None, None)

@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import re
+import shutil
 import urllib.error
 import urllib.request
 from typing import Any
@@ -18,6 +19,8 @@ from support.servers import NAME, TOKENIZER, served_model, serving
 
 from gptlite.inspect.attention_maps import attention_maps
 from gptlite.inspect.logit_lens import logit_lens
+from gptlite.runs.find import list_steps
+from gptlite.serving import models
 from gptlite.serving.page import FILES, TokenTexts
 from gptlite.serving.text import Scored, Token
 from gptlite.text.tokenizer import ByteTokenizer
@@ -293,6 +296,41 @@ def test_a_run_is_continued_beside_the_served_model(address, folder, monkeypatch
     assert generated(address, model="runs/one", prompt="The", max_tokens=20)
     # A run that has the name of the model which is served is another model.
     assert answer(address, "/page/score", {"model": f"runs/{NAME}", "text": "a"})[0] == 404
+
+
+def test_a_run_is_loaded_again_when_it_has_new_best_weights_and_not_before(
+    folder, monkeypatch, tmp_path
+):
+    """Its engine would be stopped for nothing."""
+    shutil.copytree(folder / "runs", tmp_path / "runs")
+    monkeypatch.chdir(tmp_path)
+    run, loads = tmp_path / "runs" / "two", []
+    load = models.load
+    monkeypatch.setattr(
+        models, "load", lambda path, **more: loads.append(path) or load(path, **more)
+    )
+    with serving() as address:
+
+        def generate():
+            generated(address, model="runs/two", prompt="The", max_tokens=2)
+
+        generate()
+        (run / "checkpoints" / "9.orbax-checkpoint-tmp").mkdir()  # training goes on
+        generate()
+        assert len(loads) == 1
+        (newest,) = list_steps(run)[:1]
+        path = run / "checkpoints" / str(newest) / "record" / "metadata"
+        record = json.loads(path.read_text())
+        record["last"]["val_loss"] = 0.5
+        path.write_text(json.dumps(record))
+        generate()
+        assert len(loads) == 2
+        # A run that has saved nothing yet.
+        shutil.rmtree(run / "checkpoints")
+        asked = {"model": "runs/two", "prompt": "The", "max_tokens": 2}
+        status, content, _ = answer(address, "/page/completions", asked)
+        assert status in (400, 404)
+        assert "has no weights yet" in content["error"]["message"]
 
 
 def test_the_pictures_of_comparisons(address, folder, monkeypatch, tmp_path):

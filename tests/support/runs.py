@@ -17,13 +17,19 @@ from gptlite.training.step import TrainSteps
 from support.kill_loop import arrays
 
 
-def save_checkpoint(run: Path, model: GPT, step: int = 7, val_loss: float | None = 1.5) -> None:
+def save_checkpoint(
+    run: Path,
+    model: GPT,
+    step: int = 7,
+    val_loss: float | None = 1.5,
+    parameters: int = 1000,
+) -> None:
     """A checkpoint of a model that has been trained for some steps, and evaluated unless `val_loss`
-    is None."""
+    is None. `parameters`: as it says."""
     steps = TrainSteps(model, OptimizerConfig(name="adamw"), TrainingConfig(), make_mesh())
     last = {"step": step, "tokens": step, "step_seconds": 1.0}
     last |= {} if val_loss is None else {"val_loss": val_loss}
-    record = Record(last, 1000, Position(step), 1.0, "", "", "1 x cpu")
+    record = Record(last, parameters, Position(step), 1.0, "", "", "1 x cpu")
     with contextlib.closing(Checkpoints(run / CHECKPOINTS, 3)) as checkpoints:
         checkpoints.save(steps.init(model), record)
         checkpoints.wait()
