@@ -76,6 +76,7 @@ def tune(words: list[str]) -> list[str]:
             sys.exit(f"{' '.join(command)} failed")
         run = Path(name) / "runs" / "tuned"
         newest = checkpoint_of(run, list_steps(run)[0])
+        sizes = [file.stat().st_size for file in newest.rglob("*") if file.is_file()]
         last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
         result = json.loads((run / "result.json").read_text())
         (before,) = re.findall(r"\((\S+) bits per byte\)\n", said)[:1]
@@ -86,7 +87,7 @@ def tune(words: list[str]) -> list[str]:
             f"{result['val_bits_per_byte']:.4f}",
             f"{last['step_seconds']:.0f}",
             f"{used.ru_maxrss / 1024:,.0f}",
-            f"{sum(file.stat().st_size for file in newest.rglob('*')) / 1e6:,.1f}",
+            f"{sum(sizes) / 1e6:,.1f}",
         ]
 
 

@@ -113,6 +113,19 @@ def test_the_first_scripts_use_public_names_only(script):
     assert used <= set(dir(gptlite))
 
 
+@pytest.mark.parametrize("module", ["gptlite.runs.load", "gptlite.serving.page"])
+def test_a_model_is_loaded_and_served_without_training(module):
+    """Whose imports take a third of a second."""
+    reached, pending = set(), [module]
+    while pending:
+        name = pending.pop()
+        if name in MODULES and name not in reached:
+            reached.add(name)
+            pending += imports(name, at_start=True)
+    assert "gptlite.runs.stored" in reached
+    assert not {m for m in reached if m.startswith("gptlite.training")}
+
+
 def test_imports_have_no_circle():
     left = dict(EDGES)
     # What imports nothing that is left is in no circle.

@@ -106,7 +106,7 @@ def _on_devices(store: Any, sharding: jax.sharding.Sharding) -> Array:
 
 
 def describe_devices(mesh: MeshConfig) -> str:
-    """As in a record."""
+    """The devices and their mesh, in the words of a record."""
     count = jax.device_count()
     _, fsdp, tensor = mesh_shape(mesh, count)
     cut = f" (fsdp {fsdp}, tensor {tensor})" if fsdp * tensor > 1 else ""

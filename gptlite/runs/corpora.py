@@ -84,11 +84,9 @@ def _read(path: Path) -> Iterator[str]:
         with path.open("rb") as file:
             while True:
                 content = file.read(PIECE)
-                require(
-                    place != 0
-                    or not content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)),
-                    f"{path} is UTF-16 text: save it as UTF-8.",
-                )
+                marks = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+                is_utf16 = place == 0 and content.startswith(marks)
+                require(not is_utf16, f"{path} is UTF-16 text: save it as UTF-8.")
                 pending = len(decoder.getstate()[0])
                 try:
                     text = decoder.decode(content, final=not content)

@@ -22,7 +22,7 @@ from gptlite.runs.checkpoints import Record, describe_devices, digest, survey
 from gptlite.runs.find import CHECKPOINTS
 from gptlite.runs.folder import RunFolder
 from gptlite.runs.frozen import frozen_in, frozen_sha256
-from gptlite.runs.metrics import MetricsLog
+from gptlite.runs.metrics_log import MetricsLog
 from gptlite.runs.stored import MODEL, as_user_error, reason_of
 from gptlite.runs.weights import named_leaves
 from gptlite.training.fit import Progress

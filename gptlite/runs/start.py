@@ -48,7 +48,7 @@ from gptlite.runs.find import check_free, find_run, new_run
 from gptlite.runs.folder import RunFolder
 from gptlite.runs.frozen import frozen_in
 from gptlite.runs.load import load
-from gptlite.runs.metrics import MetricsLog
+from gptlite.runs.metrics_log import MetricsLog
 from gptlite.runs.model import make_model, separator_of
 from gptlite.runs.plots import losses, save_picture
 from gptlite.runs.resume import bring_back, find_checkpoint

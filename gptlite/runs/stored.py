@@ -35,7 +35,6 @@ STATES = 4
 # Bytes that a file of a checkpoint may have besides the arrays'.
 MAX_OTHER = 2**20
 
-
 # A number of things, of any model.
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
@@ -117,7 +116,11 @@ def open_arrays(
     path: Path, wanted: Mapping[str, Any], most: int, prefix: str = ""
 ) -> dict[str, Any]:
     """The arrays of a checkpoint whose names begin with `prefix`, by name, not yet read. They must
-    be those of `wanted`, arrays or shapes of arrays. `most`: bytes that a file may have."""
+    be those of `wanted`, arrays or shapes of arrays. `most`: bytes that a file may have.
+
+    **Raises:** `UserError` if they are not, a file is larger, or a chunk is larger than its array;
+    what TensorStore raises (see `as_user_error`).
+    """
     check_files(path, most)
     stores = _open(path, prefix)
     shapes = {
@@ -140,7 +143,8 @@ def is_readable(path: Path) -> bool:
     """Whether a checkpoint's record, and what describes its arrays, can be read."""
     try:
         with as_user_error(path, "read"):
-            return bool(_open(path)) and _summary(path) is not None
+            _open(path)
+        return _summary(path) is not None
     except UserError:
         return False
 

@@ -37,7 +37,7 @@ from gptlite.runs.ending import Ending
 from gptlite.runs.find import checkpoint_of, list_steps
 from gptlite.runs.folder import RunFolder
 from gptlite.runs.load import load
-from gptlite.runs.metrics import MetricsLog
+from gptlite.runs.metrics_log import MetricsLog
 from gptlite.runs.resume import bring_back, find_checkpoint
 from gptlite.runs.saved_config import load_config
 from gptlite.runs.saving import Checkpoints, Saver
