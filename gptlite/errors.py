@@ -1,5 +1,8 @@
 """Errors that are told to the user in a sentence."""
 
+import contextlib
+from collections.abc import Iterator
+
 
 class UserError(ValueError):
     """Something the user asked for cannot be done. The message is a full sentence for the user."""
@@ -9,3 +12,16 @@ def require(holds: bool, sentence: str) -> None:
     """Raise `UserError(sentence)` unless `holds`."""
     if not holds:
         raise UserError(sentence)
+
+
+@contextlib.contextmanager
+def told(sentence: str) -> Iterator[None]:
+    """Whatever a library raises inside, as a `UserError`: `sentence`, and the reason. Those that
+    are written in Rust raise plain `Exception`s, and their panics are no `Exception`s at all."""
+    try:
+        yield
+    except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+        raise
+    except BaseException as error:
+        reason = str(error).strip().partition("\n")[0][:300] or repr(error)
+        raise UserError(f"{sentence}: {reason.removesuffix('.')}.") from error

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import tiktoken
 import tokenizers
 
-from gptlite.hugging_face.tokenizer import BYTE_CHARACTERS, SPLITS, byte_level
+from gptlite.hugging_face.components import SPLITS
+from gptlite.hugging_face.tokenizer import BYTE_CHARACTERS, byte_level
 from gptlite.machine.names import BPE_SIZES
 from gptlite.machine.progress import log, progress_bar
 from gptlite.text.corpus import Corpus

@@ -5,15 +5,25 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
+from jaxtyping import Array, Integer
 
-from gptlite.errors import UserError, require
+from gptlite.errors import UserError, require, told
+from gptlite.hugging_face.components import (
+    KNOWN_SPLITS,
+    MAX_START,
+    SPLITS,
+    check_components,
+    pre_tokenizers,
+)
 from gptlite.machine.files import read_bounded
 from gptlite.machine.records import read_record
+from gptlite.text.corpus import utf8
 from gptlite.text.tokenizer import (
     BETWEEN_WORDS,
+    END_OF_TEXT,
     MAX_TOKENIZER,
-    PATTERNS,
     ByteTokenizer,
     CharTokenizer,
     Decoding,
@@ -23,6 +33,13 @@ from gptlite.text.tokenizer import (
     as_ids,
 )
 
+# Tokens that end a text, where only the class of a tokenizer says it: the defaults of the classes
+# in `transformers`, without `Tokenizer` and `TokenizerFast` at their ends.
+CLASS_ENDS = {
+    **dict.fromkeys(("GPT2", "GPTNeoX", "CodeGen", "Qwen2"), END_OF_TEXT),
+    **dict.fromkeys(("Llama", "CodeLlama", "Bloom"), "</s>"),
+    "Gemma": "<eos>",
+}
 # Characters that are encoded at once. The library needs 170 bytes for each.
 MAX_WHOLE = 2**24
 
@@ -30,41 +47,85 @@ MAX_WHOLE = 2**24
 class HFTokenizer(Decoding):
     """A tokenizer of Hugging Face. A special token's text is encoded as plain text."""
 
-    def __init__(self, content: str, vocab_size: int | None = None, end_ids: Sequence[Any] = ()):
+    def __init__(
+        self, content: str, vocab_size: int | None = None, end_ids: Sequence[Any] | str = ()
+    ):
         """`content`: of its `tokenizer.json`. `vocab_size`: of the model, which may have more.
-        None: as many as the tokenizer has.
+        None: as many as the tokenizer has. `end_ids`: ids that say that a text ends, or the text
+        of the token that does.
 
-        **Raises:** `ValueError` if it is no tokenizer, `UserError` if the bytes of its tokens are
-        not known.
+        **Raises:** `ValueError` if it is no tokenizer, `UserError` if it has a part that gptlite
+        does not know.
         """
         record = json.loads(content)
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(content)
-        except Exception as error:  # `tokenizers` raises no other
-            raise ValueError(f"it cannot be read: {error}") from error
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True
+        check_components(record)
+        if record["model"].get("dropout"):  # a text would have other ids each time
+            record["model"]["dropout"] = None
+            content = json.dumps(record, ensure_ascii=False)
         self._content = content
+        self.library = library_tokenizer(content)
+        self.library.encode_special_tokens = True
+        ids = self.library.get_vocab(with_added_tokens=True)
+        last = max(ids.values(), default=0)
+        # Each id below the largest one gets a row of the embedding.
+        require(
+            last < 2 * len(ids) + 64, f"The tokenizer has {len(ids):,} tokens, and the id {last:,}."
+        )
+        to_bytes = _bytes_of(record.get("decoder"))
+        self._bytes = {i: to_bytes(token) for token, i in ids.items()}
+        self._vocab_size = last + 1 if vocab_size is None else vocab_size
+        # A model may have no row for a token that was added later, such as one for padding.
+        n_trained = len(self.library.get_vocab(with_added_tokens=False))
+        beyond = sorted(i for i in ids.values() if i >= self._vocab_size)
+        added = {token.get("id") for token in record.get("added_tokens") or ()}
+        if not added.issuperset(beyond) or n_trained > self._vocab_size:
+            raise ValueError(f"it has the id {last}, and the model {self._vocab_size} rows")
+        if isinstance(end_ids, str):
+            end_ids = [i for token, i in ids.items() if token == end_ids and i < self._vocab_size]
+        if not all(type(i) is int and 0 <= i < self._vocab_size for i in end_ids):
+            raise ValueError(f"its end_ids must be ids, got {str(end_ids)[:100]}")
+        self._end_ids = tuple(end_ids)
         self._cuts_between_words = _splits_at_words(record)
         prefixes = {step.get("add_prefix_space") for step in _byte_level_steps(record)}
         self.is_without_prefix_space = prefixes == {False}
-        ids = self._tokenizer.get_vocab(with_added_tokens=True)
-        to_bytes = _bytes_of(record.get("decoder"))
-        self._bytes = {i: to_bytes(token) for token, i in ids.items()}
-        last = max(ids.values(), default=0)
-        vocab_size = last + 1 if vocab_size is None else vocab_size
-        if last >= vocab_size:
-            raise ValueError(f"it has the id {last}, and the model {vocab_size} rows")
-        if not all(type(i) is int and 0 <= i < vocab_size for i in end_ids):
-            raise ValueError(f"its end_ids must be ids, got {str(end_ids)[:100]}")
-        self._vocab_size, self._end_ids = vocab_size, tuple(end_ids)
-        # Tokens that it puts before every text, such as Llama 3's <|begin_of_text|>.
-        bare, whole = (self._tokenizer.encode("a", add_special_tokens=x).ids for x in (False, True))
-        self._start_ids = tuple(whole[: len(whole) - len(bare)]) if _ends(whole, bare) else ()
-        # Without bytes to fall back on, unknown characters would be left out.
-        only_characters = (record.get("decoder") or {}).get("type") == "Fuse"
-        self._characters = frozenset("".join(ids)) if only_characters else None
+        self._find_prefix()
+
+    def _find_prefix(self) -> None:
+        """What the tokenizer puts before every text: a space, ids."""
+        self._start_ids: tuple[int, ...] = ()
+        self._adds_space = False
+        # A letter that it knows, in tokenizers of characters.
+        letter = next((x for x in ("a", *map(self._text, self._bytes)) if self._knows(x)), None)
+        if letter is None:
+            return
+        bare, whole = (self._ids(letter, with_special=x) for x in (False, True))
+        self._adds_space = self._joined(bare) == b" " + letter.encode()
+        # Llama 3 puts <|begin_of_text|> there. Others put an id behind, too.
+        places = range(len(whole) - len(bare) + 1)
+        place = next((i for i in places if whole[i : i + len(bare)] == bare), 0)
+        require(
+            place <= MAX_START,
+            f"The tokenizer puts {place:,} ids before a text: at most {MAX_START} are allowed.",
+        )
+        self._start_ids = tuple(whole[:place])
+        fit = all(i < self._vocab_size for i in self._start_ids)
+        require(fit, f"The tokenizer puts ids before a text that the model lacks: {whole[:place]}.")
+
+    def _text(self, token: int) -> str:
+        return self._bytes[token].decode("utf-8", errors="ignore")
+
+    def _knows(self, letter: str) -> bool:
+        """Whether a letter comes back from its ids."""
+        if len(letter) != 1 or not letter.isalnum():
+            return False
+        return self._joined(self._ids(letter)) in (letter.encode(), b" " + letter.encode())
+
+    def _ids(self, text: str, *, with_special: bool = False) -> list[int]:
+        with told("The tokenizer cannot encode this text"):
+            return self.library.encode(text, add_special_tokens=with_special).ids
+
+    def _joined(self, ids: Sequence[int]) -> bytes:
+        return b"".join([self._bytes[i] for i in ids])
 
     @property
     def start_ids(self) -> tuple[int, ...]:
@@ -73,6 +134,10 @@ class HFTokenizer(Decoding):
     @property
     def end_ids(self) -> tuple[int, ...]:
         return self._end_ids
+
+    @property
+    def adds_space(self) -> bool:
+        return self._adds_space
 
     @property
     def vocab_size(self) -> int:
@@ -89,14 +154,19 @@ class HFTokenizer(Decoding):
 
     def encode(self, text: str) -> Ids:
         self._check_length(text)
-        # Halves of surrogate pairs cannot be handed over.
-        whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        unknown = self._characters is not None and sorted(set(whole) - self._characters)
-        if unknown:
-            raise UserError(
-                f"The character {unknown[0]!r} (U+{ord(unknown[0]):04X}) is not in the vocabulary."
-            )
-        return as_ids(self._tokenizer.encode(whole, add_special_tokens=False).ids)
+        content = utf8(text)
+        ids = self._ids(text)
+        found = self._joined(ids)
+        found = found.removeprefix(b" ") if self._adds_space else found
+        if found != content:
+            raise UserError(_lost(text, found))
+        last = max(ids, default=0)
+        require(last < self._vocab_size, f"The model has no row for the id {last} of this text.")
+        return as_ids(ids)
+
+    def decode(self, ids: Integer[Array | np.ndarray, " tokens"]) -> str:
+        text = super().decode(ids)
+        return text.removeprefix(" ") if self._adds_space else text
 
     def boundary(self, text: str) -> int:
         if not self._cuts_between_words:
@@ -117,6 +187,33 @@ class HFTokenizer(Decoding):
         }
 
 
+def library_tokenizer(content: str) -> tokenizers.Tokenizer:
+    """The tokenizer in `content`, which `check_components` has checked.
+
+    **Raises:** `UserError` if it cannot be read.
+    """
+    with told("The tokenizer cannot be read"):
+        made = tokenizers.Tokenizer.from_str(content)
+    made.no_truncation()
+    made.no_padding()
+    return made
+
+
+def _lost(text: str, found: bytes) -> str:
+    """Which character of `text` did not come back."""
+    content = text.encode()
+    pairs = enumerate(zip(content, found, strict=False))
+    same = next((i for i, (a, b) in pairs if a != b), min(len(content), len(found)))
+    place = len(content[:same].decode("utf-8", errors="ignore"))
+    if place >= len(text):
+        return f"The tokenizer adds {found[same:][:100]!r} to the end of the text."
+    return (
+        f"The character {text[place]!r} (U+{ord(text[place]):04X}), number {place + 1:,} of the "
+        "text, does not come back from its ids: it is not in the vocabulary, or the tokenizer "
+        "changes it (as by another Unicode normalization)."
+    )
+
+
 def read_hf_tokenizer(
     folder: Path,
     vocab_size: int | None = None,
@@ -129,8 +226,9 @@ def read_hf_tokenizer(
     **Arguments:**
 
     - `vocab_size`: of a model. Default: that of the tokenizer.
-    - `end_ids`: ids that say that a generated text ends. Default: the `eos_token` in
-      `tokenizer_config.json`, if there is one.
+    - `end_ids`: ids that say that a generated text ends. Default: the `eos_token`, where
+      `transformers` finds it: in `tokenizer_config.json`, in `special_tokens_map.json`, or the one
+      that the `tokenizer_class` has.
     - `for_training`: whether a new model will be trained, which never sees what the tokenizer puts
       before a text. It is left out.
 
@@ -139,22 +237,20 @@ def read_hf_tokenizer(
     path, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
     try:
         content = read_bounded(path.resolve(), MAX_TOKENIZER).decode("utf-8")
-        fields = read_record(settings.resolve(), dict[str, Any]) if settings.exists() else {}
+        fields, named = (
+            read_record(file.resolve(), dict[str, Any]) if file.exists() else {}
+            for file in (settings, folder / "special_tokens_map.json")
+        )
         record = json.loads(content)
-        end_ids = _eos(fields, record) if end_ids is None else end_ids
+        check_components(record)
         if for_training:
-            content = json.dumps(record | {"post_processor": None}, ensure_ascii=False)
-        tokenizer = HFTokenizer(content, vocab_size, end_ids)
-    except UserError:
-        raise
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ) as error:
+            record["post_processor"] = None
+            content = json.dumps(record, ensure_ascii=False)
+        ends = _eos(fields, named) if end_ids is None else end_ids
+        tokenizer = HFTokenizer(content, vocab_size, ends)
+    except UserError as error:
+        raise UserError(f"{path} cannot be used: {error}") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}.") from error
     require(
         not (fields.get("add_prefix_space") is True and tokenizer.is_without_prefix_space),
@@ -163,15 +259,12 @@ def read_hf_tokenizer(
     return tokenizer
 
 
-def _eos(settings: Mapping[str, Any], record: Mapping[str, Any]) -> list[int]:
-    """The id of the token that ends a text; none if the settings name none."""
-    eos = settings.get("eos_token")
+def _eos(settings: Mapping[str, Any], named: Mapping[str, Any]) -> str:
+    """The text of the token that ends a text; empty if nothing names one."""
+    kind = str(settings.get("tokenizer_class")).removesuffix("Fast").removesuffix("Tokenizer")
+    eos = settings.get("eos_token", named.get("eos_token", CLASS_ENDS.get(kind)))
     name = eos.get("content") if isinstance(eos, dict) else eos
-    return [token["id"] for token in record.get("added_tokens") or () if token["content"] == name]
-
-
-def _ends(ids: Sequence[int], end: Sequence[int]) -> bool:
-    return list(ids[len(ids) - len(end) :]) == list(end)
+    return name if isinstance(name, str) else ""
 
 
 def _bytes_of(decoder: Any) -> Callable[[str], bytes]:
@@ -222,7 +315,7 @@ def _splits_at_words(record: Mapping[str, Any]) -> bool:
         around = any(token.get(name) for name in ("lstrip", "rstrip", "single_word"))
         if not token.get("special") and (spaces or around):
             return False  # it may lie across a cut
-    steps = _pre_tokenizers(record)
+    steps = pre_tokenizers(record)
     return any(
         (step.get("type") == "ByteLevel" and step.get("use_regex", True))
         or (step.get("type") == "Split" and step.get("pattern", {}).get("Regex") in KNOWN_SPLITS)
@@ -230,13 +323,8 @@ def _splits_at_words(record: Mapping[str, Any]) -> bool:
     ) and not any(step.get("add_prefix_space") for step in steps)
 
 
-def _pre_tokenizers(record: Mapping[str, Any]) -> list[Any]:
-    first = record.get("pre_tokenizer")
-    return first.get("pretokenizers", [first]) if isinstance(first, dict) else []
-
-
 def _byte_level_steps(record: Mapping[str, Any]) -> list[Any]:
-    return [step for step in _pre_tokenizers(record) if step.get("type") == "ByteLevel"]
+    return [step for step in pre_tokenizers(record) if step.get("type") == "ByteLevel"]
 
 
 def _byte_characters() -> dict[int, str]:
@@ -249,22 +337,6 @@ def _byte_characters() -> dict[int, str]:
 
 
 BYTE_CHARACTERS = _byte_characters()
-# PATTERNS without possessive quantifiers, which the other library reads differently. They only make
-# the search faster.
-SPLITS = {
-    PATTERNS[0]: r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-    PATTERNS[1]: (
-        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
-        r"\s+\z|\s*[\r\n]+|\s+(?!\S)|\s+"
-    ),
-    PATTERNS[2]: PATTERNS[2],
-}
-# Those of Llama 3 and of Qwen 2 differ in their numbers.
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-KNOWN_SPLITS = {*SPLITS.values(), _LLAMA3, _LLAMA3.replace("{1,3}", "")}
 
 
 def to_hf_tokenizer(tokenizer: Tokenizer) -> str:

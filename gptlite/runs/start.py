@@ -60,7 +60,7 @@ from gptlite.sharding import constrain_parameters
 from gptlite.text.corpus import Corpus
 from gptlite.text.tokenizer import Tokenizer
 from gptlite.text.tokens import Split
-from gptlite.training.evaluate import Evaluation, bits_per_byte
+from gptlite.training.evaluate import Evaluation
 from gptlite.training.fit import Position, Progress
 from gptlite.training.step import TrainState, TrainSteps
 
@@ -134,7 +134,7 @@ class BegunFrom(New):
         loss = Evaluation(split.validation, config.context_length, steps.mesh)(state.model)
         log(
             f"starting from the weights of {self._name}: validation loss {loss:.4f} nats per token "
-            f"({bits_per_byte(loss, split):.4f} bits per byte)"
+            f"({split.bits_per_byte(loss):.4f} bits per byte)"
         )
         return state
 
@@ -342,7 +342,7 @@ class TrainingRun:
             {
                 "best_val_loss": best_val_loss,
                 "final_val_loss": last["val_loss"],
-                "val_bits_per_byte": bits_per_byte(best_val_loss, split),
+                "val_bits_per_byte": split.bits_per_byte(best_val_loss),
                 "steps": last["step"],
                 "tokens": last["tokens"],
                 "parameters": self._parameters,
@@ -368,7 +368,7 @@ class TrainingRun:
         command = ["python", "sample.py", "--run", str(self.path), *custom, f"--prompt={prompt}"]
         log(
             f"best validation loss {best_val_loss:.4f} nats per token "
-            f"({bits_per_byte(best_val_loss, split):.4f} bits per byte) "
+            f"({split.bits_per_byte(best_val_loss):.4f} bits per byte) "
             f"after {seconds:.0f} s\n"
             f"weights, metrics and curves are in {self.path}; now try\n"
             f"    {shlex.join(command)}"

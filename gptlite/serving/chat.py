@@ -11,10 +11,9 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
-import tokenizers
 
 from gptlite.errors import UserError
-from gptlite.hugging_face.tokenizer import HFTokenizer
+from gptlite.hugging_face.tokenizer import HFTokenizer, library_tokenizer
 from gptlite.machine.files import read_bounded
 from gptlite.machine.records import read_record
 from gptlite.serving.api import check_text
@@ -46,9 +45,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise UserError(f"The model's chat template has an error: {error}.") from error
         # Special tokens are recognised in the template's text, unlike in a prompt.
-        self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer.to_json()["tokenizer"])
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self._tokenizer = library_tokenizer(tokenizer.to_json()["tokenizer"])
 
     def encode(self, messages: Sequence[Any]) -> list[int]:
         """The ids of a chat, up to where the model's answer begins.

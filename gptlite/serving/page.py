@@ -47,7 +47,7 @@ from gptlite.serving.look import Inside, longest, look_inside
 from gptlite.serving.models import Served
 from gptlite.serving.overview import list_runs
 from gptlite.serving.text import Piece, Scored, ServedText, Token, shown
-from gptlite.text.tokenizer import Tokenizer
+from gptlite.text.tokenizer import Tokenizer, n_bytes
 
 FILES = Path(__file__).with_name("web")
 # Where they are served. They hold no secret, and a browser cannot send a key for them.
@@ -247,8 +247,8 @@ class Scoring:
             len(text) <= most,
             f"A text to be scored has at most {most:,} characters, got {len(text):,}.",
         )
-        start = served.tokenizer.start_ids
-        ids = [*start, *served.tokenizer.encode(text).tolist()]
+        start, encoded = served.tokenizer.start_ids, served.tokenizer.encode(text)
+        ids = [*start, *encoded.tolist()]
         count = 1 + max(0, -(-(len(ids) - context_length) // step))
         require(
             count <= MAX_TEXTS,
@@ -258,6 +258,8 @@ class Scoring:
         self._tokenizer = served.tokenizer
         self._windows = [ids[i * step : i * step + context_length] for i in range(count)]
         self._overlap, self._n_start = context_length - step, len(start)
+        first = encoded[: 0 if start else 1]  # which nothing predicts
+        self._n_bytes = n_bytes(served.tokenizer, encoded) - n_bytes(served.tokenizer, first)
 
     def texts(self, mailbox: Mailbox) -> list[ServedText]:
         """The texts that the engine reads."""
@@ -275,17 +277,15 @@ class Scoring:
             for i, window in enumerate(self._windows)
         ]
 
-    @staticmethod
-    def answer(tokens: Sequence[Token]) -> dict[str, Any]:
+    def answer(self, tokens: Sequence[Token]) -> dict[str, Any]:
         """The tokens, and what they cost together."""
         shown_tokens = TokenTexts()
         scored = [token.itself for token in tokens if token.itself.log_prob is not None]
         nats = -sum(token.log_prob or 0.0 for token in scored)
-        n_bytes = sum(len(token.content) for token in scored)
         return {
             "tokens": [shown_tokens.record(token) for token in tokens],
             "nats_per_token": finite(nats / len(scored)) if scored else None,
-            "bits_per_byte": finite(nats / math.log(2) / n_bytes) if n_bytes else None,
+            "bits_per_byte": finite(nats / math.log(2) / self._n_bytes) if self._n_bytes else None,
         }
 
 

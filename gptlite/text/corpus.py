@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Integer
 
-from gptlite.errors import require
+from gptlite.errors import UserError, require
 from gptlite.machine.progress import progress_bar
 
 # The clone's data/ folder, independent of the working directory.
@@ -137,8 +137,19 @@ def scan(pieces: Iterator[str]) -> tuple[str, int, str]:
 
 
 def utf8(text: str) -> bytes:
-    """`text` in UTF-8, also with halves of surrogate pairs."""
-    return text.encode("utf-8", "surrogatepass")
+    """`text` in UTF-8.
+
+    **Raises:** `UserError` if there is half of a surrogate pair in it, which is no character: JSON
+    may have one, and a command line that is not in UTF-8.
+    """
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        place, wrong = error.start, ord(text[error.start])
+        raise UserError(
+            f"Character {place + 1:,} of the text is half of a surrogate pair (U+{wrong:04X}), "
+            "which is no character of UTF-8."
+        ) from error
 
 
 def code_points(text: str) -> Integer[np.ndarray, " characters"]:

@@ -5,6 +5,7 @@ Its JSON holds the whole vocabulary, so a run never downloads it again.
 """
 
 import base64
+import functools
 import re
 from typing import Any, Protocol, runtime_checkable
 
@@ -12,8 +13,8 @@ import numpy as np
 import tiktoken
 from jaxtyping import Array, Integer
 
-from gptlite.errors import UserError, require
-from gptlite.text.corpus import code_points
+from gptlite.errors import UserError, require, told
+from gptlite.text.corpus import code_points, utf8
 
 # A letter before a space and another letter; a line's end after something, before a letter.
 BETWEEN_WORDS = re.compile(r"[A-Za-z](?= [A-Za-z])|\S\n(?=[A-Za-z])")
@@ -64,10 +65,15 @@ class Tokenizer(Protocol):
         """Rows that the embedding should have."""
         ...
 
-    def encode(self, text: str) -> Ids:
-        """`text` as ids.
+    @property
+    def adds_space(self) -> bool:
+        """Whether a space that is not in a text is part of its first id, as Llama 2 has it."""
+        ...
 
-        **Raises:** `UserError` if a character is not in the vocabulary.
+    def encode(self, text: str) -> Ids:
+        """`text` as ids, from which it comes back unchanged.
+
+        **Raises:** `UserError` if it would not: if a character is not in the vocabulary.
         """
         ...
 
@@ -94,8 +100,23 @@ def as_ids(ids: list[int]) -> Ids:
     return np.array(ids, np.int32)
 
 
+@functools.lru_cache(maxsize=8)
+def _byte_lengths(tokenizer: Tokenizer) -> Integer[np.ndarray, " vocab"]:
+    lengths = [len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)]
+    return np.array([0 if i in tokenizer.end_ids else n for i, n in enumerate(lengths)])
+
+
+def n_bytes(tokenizer: Tokenizer, ids: Integer[Array | np.ndarray, " tokens"]) -> int:
+    """UTF-8 bytes of the text of `ids`, from its beginning. What says that a text ends is none of
+    them, nor is a space that the tokenizer adds."""
+    added = len(ids) > 0 and tokenizer.adds_space and tokenizer.token_bytes(int(ids[0]))[:1] == b" "
+    return int(_byte_lengths(tokenizer)[np.asarray(ids)].sum()) - added
+
+
 class Decoding:
     """The `decode` of a tokenizer, from its `token_bytes`."""
+
+    adds_space = False
 
     def decode(self: Tokenizer, ids: Integer[Array | np.ndarray, " tokens"]) -> str:
         content = map(self.token_bytes, np.asarray(ids).tolist())
@@ -110,8 +131,9 @@ class CharTokenizer(Decoding):
     def __init__(self, characters: str):
         """`characters`: the vocabulary, sorted and distinct.
 
-        **Raises:** `ValueError` if they are not, or there are none.
+        **Raises:** `ValueError` if they are not, there are none, or one is no character.
         """
+        utf8(characters)
         if not characters or list(characters) != sorted(set(characters)):
             raise ValueError("the characters must be sorted and distinct, and at least one")
         self.characters = characters
@@ -142,8 +164,7 @@ class CharTokenizer(Decoding):
         return len(text)
 
     def token_bytes(self, token: int) -> bytes:
-        # A crafted tokenizer may have halves of surrogate pairs.
-        return self.characters[token].encode("utf-8", "surrogatepass")
+        return self.characters[token].encode("utf-8")
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": "char", "characters": self.characters}
@@ -157,7 +178,7 @@ class ByteTokenizer(Decoding):
     padded_vocab_size = 256
 
     def encode(self, text: str) -> Ids:
-        return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8).astype(np.int32)
+        return np.frombuffer(utf8(text), np.uint8).astype(np.int32)
 
     def boundary(self, text: str) -> int:
         return len(text)
@@ -196,12 +217,11 @@ class TiktokenTokenizer(Decoding):
         return -(-self.vocab_size // 64) * 64
 
     def encode(self, text: str) -> Ids:
-        try:
+        utf8(text)  # or an error
+        # tiktoken searches for blanks by their number in memory that ends at about a million.
+        with told("tiktoken cannot encode this text"):
             # The ids of `encode_ordinary`, without a list of Python's numbers.
-            ids = self.encoding.encode_to_numpy(text, disallowed_special=())
-        except UnicodeEncodeError:  # half of a surrogate pair, which `encode_ordinary` replaces
-            return as_ids(self.encoding.encode_ordinary(text))
-        return ids.astype(np.int32)
+            return self.encoding.encode_to_numpy(text, disallowed_special=()).astype(np.int32)
 
     def boundary(self, text: str) -> int:
         # Every encoding splits before a space between letters, and between a newline and a letter.

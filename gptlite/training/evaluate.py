@@ -15,7 +15,6 @@ from gptlite.models.gpt import GPT
 from gptlite.nn.stack import unstacked
 from gptlite.text.batches import evaluation_batches
 from gptlite.text.tokenizer import Ids
-from gptlite.text.tokens import Split
 from gptlite.training.fit import DivergenceError, Progress
 from gptlite.training.loss import window_losses
 
@@ -53,12 +52,6 @@ class Evaluation:
             report = {"step": progress.step, "val_loss": val_loss, "learning_rate": rate}
             raise DivergenceError(report, None)
         return val_loss
-
-
-def bits_per_byte(val_loss: float, split: Split) -> float:
-    """A validation loss in nats per token as bits per byte of UTF-8, which compares across
-    tokenizers."""
-    return val_loss * (len(split.validation) - 1) / math.log(2) / split.validation_bytes
 
 
 def summed_loss(model: GPT, batches: Int[Array, "batches rows seq_and_next"]) -> Float[Array, ""]:

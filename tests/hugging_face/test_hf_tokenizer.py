@@ -12,7 +12,8 @@ from hypothesis import given, strategies as st
 
 from gptlite.errors import UserError
 from gptlite.generation.text import TextStream
-from gptlite.hugging_face.tokenizer import KNOWN_SPLITS, SPLITS, HFTokenizer, to_hf_tokenizer
+from gptlite.hugging_face.components import _LLAMA3, KNOWN_SPLITS
+from gptlite.hugging_face.tokenizer import HFTokenizer, to_hf_tokenizer
 from gptlite.runs.tokenizers import make_tokenizer, tokenizer_from_json
 from gptlite.text.corpus import text_corpus
 from gptlite.text.tokenizer import (
@@ -20,6 +21,7 @@ from gptlite.text.tokenizer import (
     ByteTokenizer,
     TiktokenTokenizer,
     Tokenizer,
+    n_bytes,
 )
 from gptlite.text.tokens import encode_pieces
 
@@ -134,7 +136,7 @@ def test_a_text_is_cut_only_where_no_added_token_may_lie():
 @pytest.mark.parametrize("digits", ["", "{1,3}"])
 def test_texts_are_cut_for_the_tokenizers_of_llama_3_and_qwen(digits):
     made = tokenizers.Tokenizer.from_str(to_hf_tokenizer(OWN))
-    (split,) = (x for x in KNOWN_SPLITS - set(SPLITS.values()) if ("{1,3}" in x) == bool(digits))
+    split = _LLAMA3.replace("{1,3}", digits)
     made.normalizer = tokenizers.normalizers.NFC()
     made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
         [
@@ -143,7 +145,7 @@ def test_texts_are_cut_for_the_tokenizers_of_llama_3_and_qwen(digits):
         ]
     )
     tokenizer = HFTokenizer(made.to_str(), 400)
-    text = "e\u0301 the 1234 cats.\nDon't\n\n go" * 9
+    text = "é the 1234 cats.\nDon't\n\n go" * 9
     pieces = list(encode_pieces(tokenizer, iter(text[i : i + 7] for i in range(0, len(text), 7))))
     assert len(pieces) > 9
     np.testing.assert_array_equal(np.concatenate(pieces), tokenizer.encode(text))
@@ -177,8 +179,8 @@ def test_a_tokenizer_that_gptlite_cannot_use_is_refused(change, words):
     record = json.loads(to_hf_tokenizer(OWN)) | change
     with pytest.raises((UserError, ValueError), match=words):
         HFTokenizer(json.dumps(record), 400)
-    with pytest.raises(ValueError, match="has the id 300, and the model 300 rows"):
-        HFTokenizer(to_hf_tokenizer(OWN), 300)
+    with pytest.raises(ValueError, match="has the id 300, and the model 258 rows"):
+        HFTokenizer(to_hf_tokenizer(OWN), 258)
 
 
 def test_a_tokenizer_knows_what_begins_and_what_ends_a_text():
@@ -213,7 +215,7 @@ def test_what_a_stop_string_may_begin_with_is_shown_when_the_text_ends():
 
 
 def test_a_character_that_the_vocabulary_lacks_is_refused():
-    with pytest.raises(UserError, match=r"'ß' \(U\+00DF\) is not in the vocabulary"):
+    with pytest.raises(UserError, match=r"'ß' \(U\+00DF\), number 5 of the text, does not come"):
         exported(CHAR).encode("the ß")
 
 
@@ -250,8 +252,8 @@ def test_a_folder_with_a_tokenizer_is_one(eos, tmp_path):
     [
         ("{", {}, r"tokenizer\.json cannot be read"),
         ("[" * 200_000, {}, r"tokenizer\.json cannot be read"),
-        ("[]", {}, r"tokenizer\.json cannot be read"),
-        ('{"model": {}}', {}, r"tokenizer\.json cannot be read"),
+        ("[]", {}, r"tokenizer\.json cannot be used: A tokenizer.json is a JSON object"),
+        ('{"model": {}}', {}, r"tokenizer\.json cannot be used"),
         (to_hf_tokenizer(OWN), [], "Expected `object`, got `array`"),
         (to_hf_tokenizer(OWN), {"add_prefix_space": True}, "gptlite reads the second"),
     ],
@@ -267,3 +269,236 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
         make_tokenizer(f"hf:{tmp_path}")
     with pytest.raises(UserError, match="is no folder, and no name"):
         make_tokenizer(f"hf:{tmp_path}/none/at/all")
+
+
+# -- laws ----------------------------------------------------------------------------------------
+
+
+def changed(tokenizer: Tokenizer, **parts: object) -> str:
+    """A tokenizer.json with other parts."""
+    return json.dumps(json.loads(to_hf_tokenizer(tokenizer)) | parts)
+
+
+def word_level(**parts: object) -> str:
+    """A tokenizer.json of three words."""
+    model = {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "<unk>": 2}, "unk_token": "<unk>"}
+    return json.dumps(
+        json.loads(to_hf_tokenizer(CHAR)) | {"model": model, "added_tokens": []} | parts
+    )
+
+
+PREPEND = {
+    "type": "Sequence",
+    "normalizers": [
+        {"type": "Prepend", "prepend": "▁"},
+        {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+    ],
+}
+METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": False}
+
+
+def as_llama2(**parts: object) -> str:
+    """As that of Llama 2, which begins each text with a space."""
+    record = json.loads(sentencepiece().to_json()["tokenizer"])
+    record["decoder"]["decoders"].append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return json.dumps(record | parts)
+
+
+TOKENIZERS = {
+    "char": CHAR,
+    "byte": ByteTokenizer(),
+    "tiktoken": OWN,
+    "as llama 2": HFTokenizer(as_llama2(normalizer=PREPEND)),
+    "metaspace": HFTokenizer(as_llama2(normalizer=None, pre_tokenizer=METASPACE)),
+    "no bytes": HFTokenizer(changed(CHAR)),
+    "words": HFTokenizer(word_level()),
+    **{
+        kind: HFTokenizer(changed(OWN, normalizer={"type": kind}))
+        for kind in ("NFC", "NFD", "NFKC", "Lowercase")
+    },
+    "added space": HFTokenizer(
+        changed(
+            OWN, pre_tokenizer={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(st.text() | st.text(alphabet=" \nabAé\u0301ﬁ▁🙂") | st.sampled_from(["a", " a", "", "▁"]))
+def test_a_text_comes_back_from_its_ids_or_is_refused(name, text):
+    tokenizer = TOKENIZERS[name]
+    try:
+        ids = tokenizer.encode(text)
+    except UserError:
+        return
+    assert tokenizer.decode(ids) == text
+    assert n_bytes(tokenizer, ids) == len(text.encode())
+
+
+@pytest.mark.parametrize("name", ["as llama 2", "metaspace"])
+def test_a_space_that_is_added_is_no_part_of_the_text(name):
+    tokenizer = TOKENIZERS[name]
+    ids = tokenizer.encode("the cat")
+    assert (tokenizer.adds_space, tokenizer.token_bytes(int(ids[0]))[:1]) == (True, b" ")
+    assert (tokenizer.decode(ids), n_bytes(tokenizer, ids)) == ("the cat", 7)
+
+
+def test_a_library_that_would_lose_a_character_silently_is_not_believed(tmp_path):
+    """A byte-level encoding that was trained without all bytes."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.train_from_iterator(["nave caf, "] * 9, tokenizers.trainers.BpeTrainer(vocab_size=300))
+    write_folder(tmp_path, made.to_str(), {})
+    tokenizer = make_tokenizer(f"hf:{tmp_path}")
+    assert tokenizer.decode(tokenizer.encode("nave caf, ")) == "nave caf, "
+    with pytest.raises(UserError, match=r"'ï' \(U\+00EF\), number 3 of the text"):
+        tokenizer.encode("naïve café, 3")
+
+
+def test_a_text_has_the_same_ids_each_time():
+    record = json.loads(to_hf_tokenizer(OWN))
+    record["model"]["dropout"] = 0.5
+    tokenizer = HFTokenizer(json.dumps(record))
+    for _ in range(20):
+        assert (
+            tokenizer.encode("the other a the").tolist() == OWN.encode("the other a the").tolist()
+        )
+    assert json.loads(tokenizer.to_json()["tokenizer"])["model"]["dropout"] is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "named", "found"),
+    [
+        ({}, {"eos_token": "<|end|>"}, (256,)),
+        ({}, {"eos_token": {"content": "<|end|>"}}, (256,)),
+        ({"eos_token": None}, {"eos_token": "<|end|>"}, ()),
+        ({"tokenizer_class": "GPT2Tokenizer"}, {}, (257,)),
+        ({"tokenizer_class": "GPT2TokenizerFast"}, {}, (257,)),
+        ({"tokenizer_class": "LlamaTokenizer"}, {}, ()),
+        ({"tokenizer_class": "PreTrainedTokenizerFast"}, {}, ()),
+        ({"tokenizer_class": "GPT2Tokenizer", "eos_token": "a"}, {}, (97,)),
+    ],
+)
+def test_the_end_of_a_text_is_found_where_transformers_finds_it(settings, named, found, tmp_path):
+    made = tokenizers.Tokenizer.from_str(to_hf_tokenizer(ByteTokenizer()))
+    made.add_special_tokens(["<|end|>", "<|endoftext|>"])
+    write_folder(tmp_path, made.to_str(), settings)
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(named))
+    assert make_tokenizer(f"hf:{tmp_path}").end_ids == found
+
+
+def template(single: list[dict], **special: dict) -> dict:
+    return {"type": "TemplateProcessing", "single": single, "pair": [], "special_tokens": special}
+
+
+def test_what_stands_before_a_text_is_found_where_something_stands_behind_it():
+    made = tokenizers.Tokenizer.from_str(to_hf_tokenizer(ByteTokenizer()))
+    made.add_special_tokens(["<s>", "</s>"])
+    start, end = made.token_to_id("<s>"), made.token_to_id("</s>")
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", start), ("</s>", end)]
+    )
+    assert HFTokenizer(made.to_str()).start_ids == (start,)
+
+
+def test_a_token_for_padding_may_be_one_that_the_model_lacks():
+    made = tokenizers.Tokenizer.from_str(to_hf_tokenizer(ByteTokenizer()))
+    made.add_special_tokens(["<pad>"])
+    assert made.token_to_id("<pad>") == 256
+    tokenizer = HFTokenizer(made.to_str(), 256)
+    assert tokenizer.vocab_size == 256
+    assert tokenizer.encode("<pad> the").tolist() == ByteTokenizer().encode("<pad> the").tolist()
+    made.add_tokens(["the cat"])  # one that a text may have
+    with pytest.raises(UserError, match="The model has no row for the id"):
+        HFTokenizer(made.to_str(), 256).encode("the cat")
+
+
+# -- strangers -----------------------------------------------------------------------------------
+
+SLOW = {"Regex": r"(?:.{0,200}){3}(?![\s\S])"}
+
+
+def replaced(pattern: str, content: str) -> dict:
+    return {"type": "Replace", "pattern": {"String": pattern}, "content": content}
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"pre_tokenizer": {"type": "Split", "pattern": SLOW}}, "pre_tok"),
+        ({"normalizer": {"type": "Replace", "pattern": SLOW, "content": ""}}, "normalizer"),
+        ({"normalizer": replaced("a", "a" * 2000)}, "2,000 characters of one"),
+        (
+            {"normalizer": {"type": "Sequence", "normalizers": [replaced("a", "aaaa")] * 4}},
+            "256 characters of one",
+        ),
+        ({"normalizer": replaced("", "a")}, "normalizer"),
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "'Precompiled'"),
+        ({"normalizer": {"type": "Prepend", "prepend": "a" * 101}}, "at most 100 characters"),
+        ({"normalizer": {"type": "Sequence", "normalizers": 3}}, "sequence without steps"),
+        ({"pre_tokenizer": {"type": "Metaspace", "replacement": 3}}, "at most 100 characters"),
+        ({"post_processor": {"type": "Other"}}, "'Other'"),
+        ({"model": {"type": "Other"}}, "'Other'"),
+        ({"added_tokens": [{"id": 4294967294, "content": "x"}]}, "cannot be read"),
+        (  # it panics, which is no Exception
+            {
+                "post_processor": template(
+                    [
+                        {"SpecialToken": {"id": "<x>", "type_id": 0}},
+                        {"Sequence": {"id": "A", "type_id": 0}},
+                    ]
+                )
+            },
+            "cannot",
+        ),
+    ],
+)
+def test_a_part_that_may_take_any_time_or_memory_is_refused(parts, words):
+    with pytest.raises(UserError, match=words):
+        HFTokenizer(changed(OWN, **parts))
+
+
+def test_ids_are_compared_with_the_number_of_tokens():
+    record = json.loads(to_hf_tokenizer(OWN))
+    record["model"]["vocab"]["zz"] = 4294967294
+    with pytest.raises(UserError, match="and the id 4,294,967,294"):
+        HFTokenizer(json.dumps(record))
+
+
+def test_many_ids_before_a_text_are_refused():
+    made = tokenizers.Tokenizer.from_str(to_hf_tokenizer(OWN))
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|end|> " * 17 + "$A", special_tokens=[("<|end|>", 300)]
+    )
+    with pytest.raises(UserError, match="puts 17 ids before a text"):
+        HFTokenizer(made.to_str())
+
+
+def test_an_error_while_a_text_is_encoded_is_told_in_a_sentence():
+    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<unk>"}
+    tokenizer = HFTokenizer(word_level(model=model))
+    assert tokenizer.encode("a").tolist() == [0]
+    with pytest.raises(UserError, match="The tokenizer cannot encode this text"):
+        tokenizer.encode("b")
+
+
+@pytest.mark.parametrize(
+    "pattern", [*sorted(KNOWN_SPLITS), r"\d", r"\p{N}{1,3}", "[一-龥]+", r" ?[^(\s|)]+"]
+)
+def test_known_patterns_are_accepted(pattern):
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    steps = [
+        split,
+        {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False, "trim_offsets": False},
+    ]
+    record = {"pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}}
+    text = "It's 12,345 naïve 中文 \n\n  x"
+    tokenizer = HFTokenizer(changed(OWN, **record))
+    assert tokenizer.decode(tokenizer.encode(text)) == text

@@ -19,7 +19,7 @@ from gptlite.errors import UserError
 from gptlite.machine import files as files_module
 from gptlite.runs.tokenizers import make_tokenizer
 from gptlite.text import tokens
-from gptlite.text.corpus import Corpus, text_corpus
+from gptlite.text.corpus import Corpus, documents, text_corpus
 from gptlite.text.tokenizer import ByteTokenizer, TiktokenTokenizer
 from gptlite.text.tokens import encode_pieces, split_corpus
 
@@ -243,3 +243,28 @@ def test_a_text_without_words_is_cut_before_it_fills_the_memory(monkeypatch):
     assert parts == [10 * 2**20]
     pieces = ("ab" * 2**20 for _ in range(9))
     assert [len(part) for part in encode_pieces(tokenizer, pieces)] == [10 * 2**20, 8 * 2**20]
+
+
+DOCUMENTS = [f"{word}é" for word in TEXT.split()][:120]
+
+
+@pytest.mark.parametrize("n", [120, 100, 5, 2])
+@pytest.mark.parametrize("name", ["char", "byte", "bpe:256", "bpe:257", "bpe:300"])
+def test_what_separates_documents_has_no_bytes(name, n, tmp_path):
+    """Neither the end of a line nor a token's name, which has 13 letters."""
+    texts = DOCUMENTS[:n] if n > 9 else TEXT.replace("\n", " ").split(".")[:n]
+    corpus = documents(texts)
+    tokenizer = make_tokenizer(name, corpus)
+    split = split_corpus(corpus, tokenizer, folder=tmp_path)
+    held_out = texts[9:n:10]
+    if not held_out:  # the last tenth of the ids
+        text = tokenizer.decode(np.concatenate([split.train, split.validation]))
+        separator = "<|endoftext|>" if tokenizer.end_ids else "\n"
+        assert text == "".join(text + separator for text in texts)
+        held_out = [tokenizer.decode(split.validation).replace(separator, "")]
+    first = len(tokenizer.token_bytes(int(split.validation[0])))
+    assert split.validation_bytes == sum(len(word.encode()) for word in held_out) - first
+
+
+def test_a_char_tokenizer_of_documents_knows_what_separates_them():
+    assert make_tokenizer("char", documents(["ab", "cd"])).encode("a\nd").tolist() == [1, 0, 4]

@@ -9,7 +9,7 @@ from conftest import TINY, VOCAB, tiny_model
 from gptlite.machine.mesh import make_mesh
 from gptlite.text import batches as batches_module
 from gptlite.text.tokens import Split
-from gptlite.training.evaluate import Evaluation, bits_per_byte
+from gptlite.training.evaluate import Evaluation
 
 
 @pytest.mark.parametrize("tokens", [2, 13, 14, 100])
@@ -36,5 +36,5 @@ def test_it_is_the_mean_over_every_token(tokens, monkeypatch):
 def test_bits_per_byte_of_a_uniform_guess():
     """Guessing evenly among 256 bytes costs 8 bits per byte, whatever the tokens are."""
     ids = np.zeros(11, np.int32)
-    assert bits_per_byte(math.log(256), Split(ids, ids, 10, "", 0)) == pytest.approx(8)
-    assert bits_per_byte(math.log(256), Split(ids, ids, 40, "", 0)) == pytest.approx(2)
+    assert Split(ids, ids, 10, "", 0).bits_per_byte(math.log(256)) == pytest.approx(8)
+    assert Split(ids, ids, 40, "", 0).bits_per_byte(math.log(256)) == pytest.approx(2)

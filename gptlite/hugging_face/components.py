@@ -1,0 +1,149 @@
+"""The parts of a `tokenizer.json` that may be used. A stranger's may take any time, fill the memory
+or end the process: so each part, and each pattern, is one that is known, and a text grows little.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from gptlite.errors import require
+from gptlite.text.tokenizer import PATTERNS
+
+# How many characters may come of one, by all normalizers together.
+MAX_GROWTH = 32
+# The most that each of them makes of a character (Unicode Standard Annex 15, section 17).
+GROWTH = {
+    **{"NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "Lowercase": 3, "BertNormalizer": 3},
+    **{"ByteLevel": 4, "Strip": 1, "StripAccents": 1, "Nmt": 1, "Prepend": 1},
+}
+MODELS = ("BPE", "Unigram", "WordLevel", "WordPiece")
+PRE_TOKENIZERS = (
+    *("ByteLevel", "Metaspace", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit"),
+    *("BertPreTokenizer", "CharDelimiterSplit", "UnicodeScripts"),
+)
+POST_PROCESSORS = ("TemplateProcessing", "ByteLevel", "BertProcessing", "RobertaProcessing")
+# Characters of a text that is put before another one.
+MAX_PREFIX = 100
+# Ids that are put before a text.
+MAX_START = 16
+
+# PATTERNS without possessive quantifiers, which the other library reads differently. They only make
+# the search faster.
+SPLITS = {
+    PATTERNS[0]: r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    PATTERNS[1]: (
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+        r"\s+\z|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    PATTERNS[2]: PATTERNS[2],
+}
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# Those of Llama 3 and of Qwen 2 differ in their numbers; in that of Qwen 3.5, marks join letters.
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}|"
+    r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# That of Mistral's Tekken.
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Each splits before a space between letters, and between a line's end and a letter.
+KNOWN_SPLITS = {
+    *SPLITS.values(),
+    *(_GPT2, _LLAMA3, _LLAMA3.replace("{1,3}", ""), _QWEN35, _TEKKEN),
+}
+# One kind of character, once or repeated: takes a time in proportion to the text. (`[` in a class
+# would begin another one.)
+_SET = r"\\[dDsSwWrnt]|\\p\{\^?\w+\}"
+_ONE_KIND = re.compile(rf"(?: \??)?(?:{_SET}|\[(?:[^\[\]\\]|{_SET})+\])(?:\+|\{{1,\d\}})?")
+
+
+def check_components(record: Any) -> None:
+    """**Raises:** `UserError` if a part of the `tokenizer.json` in `record` is not known."""
+    require(isinstance(record, dict), "A tokenizer.json is a JSON object.")
+    model = record.get("model")
+    kind = model.get("type", "BPE") if isinstance(model, dict) else model
+    _check(kind in MODELS, "model", kind)
+    growth = math.prod(map(_growth, _steps(record, "normalizer", "normalizers")))
+    require(
+        growth <= MAX_GROWTH,
+        f"The tokenizer's normalizers may make {growth:,} characters of one, at most "
+        f"{MAX_GROWTH} are allowed.",
+    )
+    for step in _steps(record, "pre_tokenizer", "pretokenizers"):
+        pattern = step.get("pattern")
+        is_split = step.get("type") == "Split"
+        known = is_known_pattern(pattern) if is_split else step.get("type") in PRE_TOKENIZERS
+        _check(known, "pre_tokenizer", pattern if is_split else step.get("type"))
+        _check_prefix(step.get("replacement", ""))
+    for step in _steps(record, "post_processor", "processors"):
+        _check(step.get("type") in POST_PROCESSORS, "post_processor", step.get("type"))
+
+
+def pre_tokenizers(record: Mapping[str, Any]) -> list[Any]:
+    """The steps that split a text, in their order."""
+    return list(_steps(record, "pre_tokenizer", "pretokenizers"))
+
+
+def is_known_pattern(pattern: Any) -> bool:
+    """Whether a search for the pattern takes little time in every text."""
+    if not isinstance(pattern, dict):
+        return False
+    text, regex = pattern.get("String"), pattern.get("Regex")
+    if isinstance(text, str):
+        return 0 < len(text) <= MAX_PREFIX
+    return isinstance(regex, str) and (
+        regex in KNOWN_SPLITS or _ONE_KIND.fullmatch(regex) is not None
+    )
+
+
+def _steps(record: Mapping[str, Any], name: str, inside: str) -> Iterator[dict[str, Any]]:
+    """The steps of a part, those of sequences one by one."""
+    pending = [record.get(name)]
+    while pending:
+        step = pending.pop(0)
+        if step is None:
+            continue
+        require(isinstance(step, dict), f"The tokenizer's {name} is {str(step)[:100]!r}.")
+        if step.get("type") != "Sequence":
+            yield step
+            continue
+        steps = step.get(inside)
+        require(isinstance(steps, list), f"The tokenizer's {name} has a sequence without steps.")
+        pending = [*steps, *pending]
+
+
+def _growth(step: dict[str, Any]) -> int:
+    """The most characters that a normalizer makes of one."""
+    kind = step.get("type")
+    if kind != "Replace":
+        _check(kind in GROWTH, "normalizer", kind)
+        _check_prefix(step.get("prepend", ""))
+        return GROWTH[str(kind)]
+    pattern, content = step.get("pattern"), step.get("content")
+    _check(is_known_pattern(pattern) and isinstance(content, str), "normalizer", pattern)
+    least = len(pattern.get("String", " ")) if isinstance(pattern, dict) else 1
+    return max(1, -(-len(str(content)) // least))
+
+
+def _check(known: bool, part: str, what: Any) -> None:
+    require(
+        known,
+        f"The tokenizer's {part} has {str(what)[:200]!r}, which gptlite does not know: what is not "
+        "known may take any time or memory.",
+    )
+
+
+def _check_prefix(text: Any) -> None:
+    require(
+        isinstance(text, str) and len(text) <= MAX_PREFIX,
+        f"A text that the tokenizer puts in has at most {MAX_PREFIX} characters, got "
+        f"{str(text)[:200]!r}.",
+    )
