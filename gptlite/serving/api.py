@@ -65,21 +65,14 @@ class Knobs:
     stream_options: dict | None = None
     stop: str | list | None = None
     seed: Annotated[int | None, Between(0, MAX_INT32)] = None
-    user: str | None = None
-    # Fields that gptlite does not have may be given their defaults.
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: dict | None = None
 
     def __post_init__(self):
         check_fields("", self)
-        for name in ("frequency_penalty", "presence_penalty", "logit_bias"):
-            value = getattr(self, name)
-            require(not value, f"{name} is not supported: leave it out, got {value}.")
         options = self.stream_options or {}
+        known = {"include_usage", "include_obfuscation"}
         require(
-            set(options) <= {"include_usage"} and all(type(x) is bool for x in options.values()),
-            f"stream_options has include_usage only, true or false, got {options}.",
+            set(options) <= known and all(type(x) is bool for x in options.values()),
+            f"stream_options has include_usage, true or false, got {options}.",
         )
         require(
             len(self.stops) <= MAX_STOPS and all(map(_is_stop, self.stops)),
@@ -118,15 +111,13 @@ class Completion(Knobs):
     logprobs: Annotated[int | None, Between(0, N_BEST)] = None
     echo: bool = False
     best_of: Annotated[int | None, Between(1, MAX_TEXTS)] = None
-    suffix: str | None = None
 
     def __post_init__(self):
         super().__post_init__()
         require(
-            self.best_of in (None, self.n),
+            self.best_of in (None, 1, self.n),
             f"best_of is not supported: leave it out or give n, got {self.best_of}.",
         )
-        require(not self.suffix, f"suffix is not supported: leave it out, got {self.suffix!r}.")
 
     @property
     def prompts(self) -> list[Any]:
@@ -154,29 +145,59 @@ class Chat(Knobs):
             "messages must be a list of objects with a role and a content, both texts, got "
             f"{self.messages!r}.",
         )
+        for name in ("tool_calls", "function_call", "audio"):
+            given = next((x[name] for x in self.messages if x.get(name)), None)
+            require(not given, f"{name} in messages is not supported, got {given!r}.")
 
     @property
     def turns(self) -> list[dict[str, str]]:
         """The role and the text of each message."""
-        return [{"role": x["role"], "content": _text_of(x["content"])} for x in self.messages]
+        return [{"role": x["role"], "content": _text_of(x.get("content"))} for x in self.messages]
 
 
 def _is_message(message: Any) -> bool:
-    return (
-        isinstance(message, dict)
-        and isinstance(message.get("role"), str)
-        and _text_of(message.get("content")) is not None
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return False
+    # That of an assistant may be null.
+    may_lack = message["role"] == "assistant"
+    return (may_lack or message.get("content") is not None) and (
+        _text_of(message.get("content")) is not None
     )
 
 
 def _text_of(content: Any) -> Any:
-    """The text of a message, which may be given in parts; None if it is no text."""
+    """The text of a message, which may be given in parts, or be null; None if it is no text."""
+    if content is None:
+        return ""
     if isinstance(content, list) and all(
         isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
         for part in content
     ):
         return "".join(part["text"] for part in content)
     return content if isinstance(content, str) else None
+
+
+_WITHOUT: dict[str, Sequence[Any] | None] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "user": None,
+}
+# Fields of OpenAI's that gptlite does not have, with the values that change nothing. None: any.
+WITHOUT: dict[type, dict[str, Sequence[Any] | None]] = {
+    Completion: {**_WITHOUT, "suffix": ("",)},
+    Chat: {
+        **_WITHOUT,
+        **{"tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": None},
+        **{"functions": ([],), "function_call": ("none", "auto")},
+        **{"response_format": ({"type": "text"},), "modalities": (["text"],), "audio": ()},
+        **{"reasoning_effort": ("none", "medium"), "verbosity": ("medium",)},
+        **{"web_search_options": (), "moderation": (), "store": (False,)},
+        # Who asks, and how fast the answer comes.
+        **dict.fromkeys(("metadata", "safety_identifier", "service_tier", "prediction")),
+        **dict.fromkeys(("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention")),
+    },
+}
 
 
 class Body(Protocol):
@@ -198,9 +219,14 @@ def parse(kind: type[T], body: bytes) -> T:
     except ValueError as error:
         raise UserError(f"The body is not a JSON object in UTF-8: {error}.") from error
     known = {field.name: field for field in fields(kind)}
-    unknown = sorted(set(record) - set(known))
-    require(not unknown, f"There is no argument {unknown[:1]}: known are {', '.join(known)}.")
     arguments = {name: value for name, value in record.items() if value is not None}
+    without = WITHOUT.get(kind, {})
+    for name, harmless in without.items():
+        value = arguments.pop(name, None)
+        fits = value is None or harmless is None or value in harmless
+        require(fits, f"{name} is not supported: leave it out, got {value!r}.")
+    unknown = sorted(set(record) - set(known) - set(without))
+    require(not unknown, f"There is no argument {unknown[:1]}: known are {', '.join(known)}.")
     missing = [n for n, field in known.items() if field.default is MISSING and n not in arguments]
     require(not missing, f"{', '.join(missing)} must be given.")
     return kind(**arguments)

@@ -55,9 +55,8 @@ def make_app(
         Route("/v1/models", endpoints.models),
         Route("/v1/models/{name:path}", endpoints.model),
         Route("/v1/completions", endpoints.completions, methods=["POST"]),
+        Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
     ]
-    if models.main.chat is not None:
-        routes.append(Route("/v1/chat/completions", endpoints.chat, methods=["POST"]))
     cors = Middleware(
         CORSMiddleware,
         allow_origins=list(allow_origins),

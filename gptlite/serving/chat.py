@@ -1,69 +1,114 @@
 """The chat template of a model in Hugging Face's format."""
 
-import datetime
+import contextlib
 import json
+import subprocess
+import sys
+import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
-
-from gptlite.errors import UserError
+from gptlite.errors import UserError, require, told
 from gptlite.hugging_face.tokenizer import HFTokenizer, library_tokenizer
 from gptlite.machine.files import read_bounded
 from gptlite.machine.records import read_record
 from gptlite.serving.api import check_text
 from gptlite.text.tokenizer import Tokenizer
 
+# Characters of a template. Those of models have some thousands.
 MAX_TEMPLATE = 2**20
+# What a template may take to be compiled, or to render a chat: more is no template of a model.
+SECONDS, MEMORY = 10, 2**30
+# Characters of a chat.
+MAX_CHAT = 2**24
 
 
 class ChatTemplate:
-    """Makes one text of the messages of a chat, with the special tokens that the model knows."""
+    """Makes one text of the messages of a chat, with the special tokens that the model knows.
+
+    A template may come from a stranger. Another process compiles and renders it, in bounded time
+    and memory. A template that breaks these is not tried again."""
 
     def __init__(self, template: str, tokenizer: HFTokenizer, special: dict[str, str]):
         """`special`: the texts of special tokens, by names such as `bos_token`.
 
         **Raises:** `UserError` if the template has an error.
         """
-        # A template may come from a stranger: it can neither call functions nor change values.
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=["jinja2.ext.loopcontrols", _Generation],
+        require(
+            len(template) <= MAX_TEMPLATE,
+            f"The chat template has {len(template):,} characters, at most {MAX_TEMPLATE:,} are "
+            "expected.",
         )
-        environment.filters["tojson"] = _to_json
-        environment.globals |= {"raise_exception": _raise, "strftime_now": _now, **special}
-        # Templates ask whether these are None.
-        environment.globals |= {"tools": None, "documents": None}
-        try:
-            self._template = environment.from_string(template)
-        except jinja2.TemplateError as error:
-            raise UserError(f"The model's chat template has an error: {error}.") from error
+        self._lock = threading.Lock()
+        self._broken = ""
+        worker = Path(__file__).with_name("template_worker.py")
+        limits = map(str, (SECONDS + 2, MEMORY, MAX_CHAT))
+        self._process = subprocess.Popen(
+            # Isolated: Python must not find modules of a stranger in the working folder.
+            [sys.executable, "-I", str(worker), *limits],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        weakref.finalize(self, _end, self._process)
+        error = self._ask({"template": template, "special": special})["error"]
+        if error is not None:
+            raise UserError(f"The model's chat template has an error: {error[:300]}.")
         # Special tokens are recognised in the template's text, unlike in a prompt.
         self._tokenizer = library_tokenizer(tokenizer.to_json()["tokenizer"])
 
     def encode(self, messages: Sequence[Any]) -> list[int]:
         """The ids of a chat, up to where the model's answer begins.
 
-        **Raises:** `UserError` if the template refuses the messages.
+        **Raises:** `UserError` if the template refuses the messages, or breaks its limits, or did
+        so before.
         """
-        try:
-            text = self._template.render(messages=messages, add_generation_prompt=True)
-        except Exception as error:  # a template may do anything that Python's operators do
-            raise UserError(f"The chat template refuses these messages: {error}.") from error
-        check_text("messages", text)
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        answer = self._ask(messages)
+        if answer["error"] is not None:
+            raise UserError(f"The chat template refuses these messages: {answer['error']}.")
+        check_text("messages", answer["text"])
+        with told("The tokenizer cannot encode this chat"):
+            return self._tokenizer.encode(answer["text"], add_special_tokens=False).ids
+
+    def _ask(self, question: Any) -> Any:
+        """The answer of the other process, which is ended if it does not come in time."""
+        with self._lock:
+            if not self._broken:
+                timer = threading.Timer(SECONDS, self._process.kill)
+                timer.start()
+                try:
+                    assert self._process.stdin is not None
+                    assert self._process.stdout is not None
+                    self._process.stdin.write(json.dumps(question).encode() + b"\n")
+                    self._process.stdin.flush()
+                    return json.loads(self._process.stdout.readline())
+                except (OSError, ValueError):
+                    _end(self._process)
+                    self._broken = (
+                        f"The model's chat template took more than {SECONDS} s or "
+                        f"{MEMORY // 2**20:,} MiB, and is not used any more: POST /v1/completions "
+                        "needs no template."
+                    )
+                finally:
+                    timer.cancel()
+            raise UserError(self._broken)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):  # what was not written
+                pipe.close()
+    process.wait()
 
 
 def read_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
     """The chat template of the model in `folder`; None if there is none, as for base models.
 
-    **Raises:** `UserError` if it cannot be read.
+    **Raises:** `UserError` if it cannot be used.
     """
     settings, file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
     if not isinstance(tokenizer, HFTokenizer):
@@ -72,7 +117,7 @@ def read_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | Non
         record = read_record(settings.resolve(), dict[str, Any]) if settings.exists() else {}
         template = record.get("chat_template")
         if file.exists():
-            template = read_bounded(file.resolve(), MAX_TEMPLATE).decode("utf-8")
+            template = read_bounded(file.resolve(), 4 * MAX_TEMPLATE).decode("utf-8")
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"The chat template in {folder} cannot be read: {error}.") from error
     if isinstance(template, list):  # several, by name
@@ -87,38 +132,3 @@ def read_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | Non
     }
     texts = {name: value for name, value in special.items() if isinstance(value, str)}
     return ChatTemplate(template, tokenizer, texts)
-
-
-class _Generation(jinja2.ext.Extension):
-    """The tag around what a model is trained on, which means nothing here."""
-
-    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """As Hugging Face's templates have it: Jinja's own escapes HTML and sorts."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)

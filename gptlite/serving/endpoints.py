@@ -119,7 +119,9 @@ class Endpoints:
 
     async def chat(self, request: Request) -> Response:
         template = self._served.chat
-        assert template is not None
+        if isinstance(template, str):
+            message = f"{template} POST /v1/completions continues a text without one."
+            raise ApiError(404, message, "no_chat_template")
         with bad_request():
             asked = parse(Chat, await body_of(request))
             served = await self._find(asked.model)

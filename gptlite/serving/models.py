@@ -37,8 +37,8 @@ class Served:
     context_length: int
     longest_token: int
     """Bytes of the longest token."""
-    chat: ChatTemplate | None
-    """None: there is no endpoint for chats."""
+    chat: ChatTemplate | str
+    """Makes a prompt of a chat; or why there is no such thing."""
     model: GPT
     engine: Engine
 
@@ -50,10 +50,10 @@ def serve_run(run: Run, name: str, *, max_rows: int, max_waiting: int) -> Served
     **Raises:** `UserError` if the model cannot be served.
     """
     try:
-        chat = read_chat_template(run.path, run.tokenizer)
+        chat = read_chat_template(run.path, run.tokenizer) or "The model has no chat template."
     except UserError as error:
-        log(f"there will be no endpoint for chats: {error}")
-        chat = None
+        log(f"chats are not answered: {error}")
+        chat = str(error)
     engine = Engine(run.model, max_rows=max_rows, max_waiting=max_waiting)
     engine.check(1, 2)
     ended: queue.SimpleQueue[str] = queue.SimpleQueue()

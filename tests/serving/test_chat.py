@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import httpx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,10 +15,14 @@ from support.servers import NAME, serving
 from gptlite.errors import UserError
 from gptlite.generation.generate import generate
 from gptlite.hugging_face.tokenizer import HFTokenizer
+from gptlite.serving import chat as chat_module
+from gptlite.serving.api import WITHOUT, Chat, Completion, parse
 from gptlite.serving.chat import read_chat_template
 from gptlite.text.tokenizer import CharTokenizer
 
 openai = pytest.importorskip("openai")
+completion_params = pytest.importorskip("openai.types.completion_create_params")
+chat_params = pytest.importorskip("openai.types.chat.completion_create_params")
 # Characters and two special tokens: 13 ids, as many as the tiny model has.
 SPECIAL = ["<s>", "</s>"]
 TEMPLATE = (
@@ -63,6 +68,135 @@ def test_the_template_makes_ids_with_special_tokens(tokenizer, tmp_path):
     assert read_chat_template(tmp_path, tokenizer) is None
 
 
+NESTED = "{% for a in messages %}" * 25 + "{% endfor %}" * 25
+
+
+@pytest.mark.parametrize(
+    ("template", "sentence"),
+    [
+        ("{{ (7 ** 99999999) ** 99 }}", "took more than"),
+        ("{{ 'a' * 6000000000 }}", "took more than"),
+        (NESTED, "has an error: SyntaxError"),
+        ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "has an error: RecursionError"),
+        ("a" * 2**21, "has 2,097,152 characters"),
+    ],
+)
+def test_a_template_that_breaks_its_limits_is_not_compiled(
+    tokenizer, tmp_path, template, sentence, monkeypatch
+):
+    monkeypatch.setattr(chat_module, "SECONDS", 2)
+    write(tmp_path, template)
+    with pytest.raises(UserError, match=sentence):  # Jinja leaves some of it to the first chat
+        read_chat_template(tmp_path, tokenizer).encode([])  # pyright: ignore
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{{ a }}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [ENDLESS, "{{ messages[0].content * 3000000000 }}"])
+def test_a_template_that_breaks_its_limits_is_out_of_use_and_all_else_serves_on(
+    tokenizer, tmp_path, template, monkeypatch
+):
+    monkeypatch.setattr(chat_module, "SECONDS", 2)
+    write(tmp_path, template)
+    chat = read_chat_template(tmp_path, tokenizer)
+    assert chat is not None
+    asked = {"model": NAME, "messages": [{"role": "user", "content": "ab"}]}
+    with serving(tiny_model(), tokenizer=tokenizer, chat=chat) as address:
+        for _ in range(2):  # the second one at once
+            answer = post(address, "/v1/chat/completions", asked)
+            assert answer["error"]["message"].startswith("The model's chat template took more")
+        completion = post(address, "/v1/completions", {"model": NAME, "prompt": "ab"})
+        assert completion["choices"][0]["finish_reason"] in ("stop", "length")
+    assert chat._process.poll() is not None
+
+
+def test_a_text_that_is_too_long_is_refused_and_the_template_stays(tokenizer, tmp_path):
+    write(tmp_path, "{{ messages[0].content * messages[0].content|length * 200000 }}")
+    chat = read_chat_template(tmp_path, tokenizer)
+    assert chat is not None
+    with pytest.raises(UserError, match="the text would have 20,000,000 characters"):
+        chat.encode([{"role": "user", "content": "a" * 10}])
+    assert chat.encode([{"role": "user", "content": ""}]) == []
+
+
+def test_a_model_without_a_template_says_so(tokenizer):
+    with serving(tiny_model(), tokenizer=tokenizer) as address:
+        asked = {"model": NAME, "messages": [{"role": "user", "content": "ab"}]}
+        error = post(address, "/v1/chat/completions", asked)["error"]
+        assert "has no chat template. POST /v1/completions" in error["message"]
+        assert error["code"] == "no_chat_template"
+
+
+def post(address: Any, path: str, body: Any) -> Any:
+    """The answer, whatever its status."""
+    response = httpx.post(address.url.removesuffix("/v1") + path, json=body, timeout=60)
+    return response.json()
+
+
+# What OpenAI's documentation gives as the default, of fields that the package does not have.
+DEFAULTS = {
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "logit_bias": {},
+    "suffix": "",
+    "response_format": {"type": "text"},
+    "tools": [],
+    "tool_choice": "none",
+    "functions": [],
+    "function_call": "none",
+    "parallel_tool_calls": True,
+    "modalities": ["text"],
+    "reasoning_effort": "medium",
+    "verbosity": "medium",
+    "store": False,
+    "service_tier": "auto",
+    "metadata": {"a": "b"},
+    "user": "someone",
+    "safety_identifier": "someone",
+    "prompt_cache_key": "a",
+    "stream_options": {"include_usage": False, "include_obfuscation": False},
+    **{"n": 1, "stop": [], "temperature": 1, "top_p": 1, "top_logprobs": 0, "best_of": 1},
+}
+MESSAGES = [
+    {"role": "developer", "content": [{"type": "text", "text": "a"}]},
+    {"role": "assistant", "content": None, "refusal": None, "tool_calls": [], "audio": None},
+]
+
+
+def fields_of(kind: Any) -> list[str]:
+    return sorted(set(kind.__annotations__) - {"model", "messages"})
+
+
+def body_of(kind: Any, **fields: Any) -> bytes:
+    body = {"model": NAME} | ({"messages": MESSAGES} if kind is Chat else {})
+    return json.dumps(body | fields).encode()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (kind, name)
+        for kind, theirs in ((Chat, chat_params), (Completion, completion_params))
+        for name in fields_of(theirs.CompletionCreateParamsBase)
+    ],
+)
+def test_every_field_of_openais_clients_may_be_null_or_the_default(kind, name):
+    assert parse(kind, body_of(kind, **{name: None})).model == NAME
+    if name in DEFAULTS:
+        parse(kind, body_of(kind, **{name: DEFAULTS[name]}))
+        if WITHOUT[kind].get(name) is not None:
+            with pytest.raises(UserError, match=f"{name} is not supported"):
+                parse(kind, body_of(kind, **{name: "other"}))
+
+
+@pytest.mark.parametrize("name", ["tool_calls", "function_call", "audio"])
+def test_what_a_message_says_beyond_its_text_is_refused_by_its_name(name):
+    messages = [{"role": "assistant", "content": "a", name: {"id": "x"}}]
+    with pytest.raises(UserError, match=f"{name} in messages is not supported"):
+        parse(Chat, body_of(Chat, messages=messages))
+
+
 @pytest.mark.parametrize(
     ("template", "sentence"),
     [
@@ -90,7 +224,7 @@ def test_a_template_finds_what_it_finds_elsewhere(tokenizer, tmp_path):
     )
     chat = read_chat_template(tmp_path, tokenizer)
     assert chat is not None
-    assert chat._template.render(messages=[]) == 'a{"b": "é<", "a": 1}'
+    assert chat._ask([])["text"] == 'a{"b": "é<", "a": 1}'
 
 
 def test_a_broken_template_is_refused(tokenizer, tmp_path):
@@ -103,6 +237,7 @@ def test_a_chat_is_answered(tokenizer, tmp_path):
     write(tmp_path)
     model = tiny_model()
     chat = read_chat_template(tmp_path, tokenizer)
+    assert chat is not None
     prompt = [11, 0, 1, 2, 12, 11]
     key = jax.random.fold_in(jax.random.key(1, impl="threefry2x32"), 0)[None]
     ids = np.asarray(generate(model, jnp.asarray([prompt]), 200, keys=key)[0])

@@ -56,7 +56,7 @@ def serving(
     max_waiting: int = 100,
     tokenizer: Tokenizer = TOKENIZER,
     context_length: int = TINY.context_length,
-    chat: ChatTemplate | None = None,
+    chat: ChatTemplate | str = "The model has no chat template.",
     **options: Any,
 ) -> Iterator[Address]:
     """A server in a thread, until the end of the block. `options`: of `make_app`."""
