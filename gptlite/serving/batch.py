@@ -63,6 +63,15 @@ class New(NamedTuple):
     scores: TextScores | None
 
 
+class Aside(NamedTuple):
+    """What the batch had of a text that waits."""
+
+    state: GenerationState
+    """Of one row."""
+    length: int
+    """Tokens in the cache."""
+
+
 class Reading:
     """Texts whose prompt, which is the same, is being read part by part."""
 
@@ -102,6 +111,7 @@ class Batch:
         self._rows: list[ServedText | None] = []
         self._lengths: dict[ServedText, int] = {}
         """Tokens in the cache."""
+        self._aside: dict[ServedText, Aside] = {}
         self._settings: tuple[Any, bool] | None = None
         """Inputs that are the same until a text joins or leaves."""
         self._bytes: dict[tuple[int, int], int] = {}
@@ -201,6 +211,33 @@ class Batch:
                 new.append(New(text, ids, text_scores))
         return new
 
+    @property
+    def bytes_aside(self) -> int:
+        """Bytes of what is kept of texts that wait."""
+        return sum(size_of(aside.state) for aside in self._aside.values())
+
+    def is_aside(self, text: ServedText) -> bool:
+        """Whether the text was being generated, and waits."""
+        return text in self._aside
+
+    def put_aside(self, text: ServedText) -> None:
+        """Let a text that is being generated wait, with what its row has."""
+        length = self._lengths[text]
+        capacity = capacity_for(length + TOKENS_PER_CALL, self.context_length)
+        row = np.array([self._rows.index(text)], np.int32)
+        state = self._programs.resize(self._state, row, capacity=capacity)
+        self._aside[text] = Aside(state, length)
+        self.leave(text)
+
+    def take_back(self, text: ServedText) -> None:
+        """Go on with a text that waited."""
+        self._join(self._aside[text].state, [[text]])
+        del self._aside[text]
+
+    def forget_cancelled(self) -> None:
+        """Drop what is kept of texts that are not wanted any more."""
+        self._aside = {text: x for text, x in self._aside.items() if not text.cancelled}
+
     def leave(self, text: ServedText) -> None:
         """Remove a text that is being generated, if it is."""
         if text in self._lengths:
@@ -238,8 +275,12 @@ class Batch:
         ) / 4
 
     def _capacity_needed(self, joining: Sequence[ServedText]) -> int:
-        lengths = [*self._lengths.values(), *(len(text.ids) for text in joining)]
+        lengths = [*self._lengths.values(), *map(self._length, joining)]
         return capacity_for(max(lengths) + TOKENS_PER_CALL, self.context_length)
+
+    def _length(self, text: ServedText) -> int:
+        """Tokens of a text that joins."""
+        return self._aside[text].length if text in self._aside else len(text.ids)
 
     def _fit(self, joining: Sequence[ServedText]) -> None:
         """Make room for `joining`, or give back room that is not needed."""
@@ -291,7 +332,7 @@ class Batch:
             self._settings = None
         else:
             self._take_rows(state, [row for row, _ in sources], joining, rows, capacity)
-        self._lengths |= {text: len(text.ids) for text in joining}
+        self._lengths |= {text: self._length(text) for text in joining}
 
     def _insert(
         self, state: GenerationState, sources: Sequence[int], places: Sequence[int], *, fresh: bool

@@ -4,7 +4,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
 from gptlite.errors import require
@@ -19,6 +19,8 @@ CLOSE_SECONDS = 30
 # The time for prompts between two calls for the texts that are generated: these pause, but a text
 # that begins waits less.
 READ_SECONDS = 0.05
+# The time that a text keeps its row while other requests wait for one.
+TURN_SECONDS = 0.5
 # The share of the free memory that caches may take.
 SHARE_OF_MEMORY = 0.8
 
@@ -36,7 +38,8 @@ class Engine:
     """Generates the texts of many requests in one batch.
 
     Requests take turns: each is given a row for one of its texts, then goes to the end of the
-    queue. A long prompt is read part by part between the tokens of others.
+    queue. Where others wait, a text gives up its row after a while: it is put aside with its cache,
+    and goes on later. A long prompt is read part by part between the tokens of others.
     """
 
     def __init__(self, model: GPT, *, max_rows: int, max_waiting: int):
@@ -57,6 +60,7 @@ class Engine:
         self._reading: Reading | None = None
         self._seconds_per_text = 1.0
         self._begun: dict[ServedText, float] = {}
+        """When each of them was given its row."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -107,6 +111,9 @@ class Engine:
             if self._closed or waiting + len(texts) > self.max_waiting + free:
                 turns = 1 + waiting / self.max_rows
                 raise QueueFullError(max(1, round(turns * self._seconds_per_text)))
+            request = object()
+            for text in texts:
+                text.request = request
             self._waiting.append(deque(texts))
             self._changed.notify()
 
@@ -163,6 +170,8 @@ class Engine:
         for text in list(self._begun):
             if text.cancelled:
                 self._leave(text)
+        self._batch.forget_cancelled()
+        self._share()
         start = time.monotonic()
         while self._read() and time.monotonic() < start + READ_SECONDS:
             pass
@@ -171,6 +180,33 @@ class Engine:
                 text.add(ids, scores)
                 if text.finished:
                     self._leave(text)
+
+    def _share(self) -> None:
+        """Where all rows are taken, put a text aside for a request that has fewer of them."""
+        with self._changed:
+            if not self._waiting or len(self._begun) < self.max_rows:
+                return
+            rows = Counter(text.request for text in self._begun)
+            poorest = min(self._waiting, key=lambda texts: rows[texts[0].request])
+            least, now = rows[poorest[0].request], time.monotonic()
+        late = [
+            text
+            for text in self._batch.texts
+            if rows[text.request] > least and now - self._begun[text] >= TURN_SECONDS
+        ]
+        text = max(late, key=lambda x: (rows[x.request], -self._begun[x]), default=None)
+        final = max(map(_final, self._begun))
+        needed = self._batch.bytes_aside + self._batch.memory(1, final)
+        if text is None or needed + self._batch.memory(len(self._begun), final) > self._memory:
+            return
+        self._batch.put_aside(text)
+        del self._begun[text]
+        with self._changed:
+            if poorest in self._waiting:  # its client may have gone
+                self._waiting.remove(poorest)
+                self._waiting.appendleft(poorest)
+            if not text.cancelled:
+                self._waiting.append(deque([text]))
 
     def _leave(self, text: ServedText) -> None:
         self._batch.leave(text)
@@ -182,8 +218,11 @@ class Engine:
         self._seconds_per_text += (seconds - self._seconds_per_text) / 8
 
     def _read(self) -> bool:
-        """Read some short prompts, and a part of a long one. Whether there was anything to read."""
-        texts, long = self._admit()
+        """Read some short prompts, and a part of a long one, and take texts back that were put
+        aside. Whether there was anything to read."""
+        texts, long, back = self._admit()
+        for text in back:
+            self._batch.take_back(text)
         if texts:
             for text, scores in zip(texts, self._batch.read(texts), strict=True):
                 self._read_to_end(text, scores)
@@ -195,35 +234,40 @@ class Engine:
             scores = reading.all_scores()
             for text in reading.texts:
                 self._read_to_end(text, scores if text.prompt_scored else None)
-        return bool(texts) or reading is not None
+        return bool(texts or back) or reading is not None
 
     def _read_to_end(self, text: ServedText, scores: TextScores | None) -> None:
         text.prompt_read(scores)
         if text.finished:
             self._leave(text)
 
-    def _admit(self) -> tuple[list[ServedText], list[ServedText]]:
+    def _admit(self) -> tuple[list[ServedText], list[ServedText], list[ServedText]]:
         """Texts whose prompts are read next: short ones together, and a long one if none is being
-        read, each for all texts that begin with it. Requests take turns."""
+        read, each for all texts that begin with it; and texts that were put aside. Requests take
+        turns."""
         texts: list[ServedText] = []
         long: list[ServedText] = []
+        back: list[ServedText] = []
         prompts: set[tuple[int, ...]] = set()
         longest = place = 0
         final = max(map(_final, self._begun), default=0)
         with self._changed:
             while place < len(self._waiting):
                 text = self._waiting[place][0]
-                is_long = len(text.ids) > batch.TOKENS_PER_READ
+                is_aside = self._batch.is_aside(text)
+                is_long = len(text.ids) > batch.TOKENS_PER_READ and not is_aside
                 waits = self._reading is not None or (long and text.ids != long[0].ids)
                 if is_long and waits:
                     place += 1
                     continue
                 n_active = len(self._begun) + 1
                 final = max(final, _final(text))
-                if n_active > self.max_rows or (
-                    n_active > 1 and self._batch.memory(n_active, final) > self._memory
-                ):
+                needed = self._batch.memory(n_active, final) + self._batch.bytes_aside
+                if n_active > self.max_rows or (n_active > 1 and needed > self._memory):
                     break
+                if is_aside:
+                    back.append(self._take(place))
+                    continue
                 if is_long:
                     long.append(self._take(place))
                     continue
@@ -232,7 +276,7 @@ class Engine:
                 if len(prompts) > max(1, batch.group_size(longest, self._batch.context_length)):
                     break
                 texts.append(self._take(place))
-        return texts, long
+        return texts, long, back
 
     def _take(self, place: int) -> ServedText:
         """The first text of a request, which then goes to the end of the queue."""

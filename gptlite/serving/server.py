@@ -6,6 +6,8 @@ import ipaddress
 import os
 import signal
 import socket
+import time
+from collections import Counter
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -25,6 +27,9 @@ HEAD_SECONDS = 10
 # Bytes of an answer that the system holds: with more, a slow client would seem not to read.
 SEND_BUFFER = 2**18
 MAX_CONNECTIONS = 512
+# With more connections than this, each new one closes the oldest idle one of the client that has
+# the most: one client alone cannot keep others out.
+MANY_CONNECTIONS = MAX_CONNECTIONS // 2
 
 
 # uvicorn's protocol: of httptools where that is installed, else of h11.
@@ -33,11 +38,32 @@ HttpProtocol: Any = AutoHTTPProtocol
 
 class TimedProtocol(HttpProtocol):
     """Closes connections that are idle at two checks, `HEAD_SECONDS` apart: that send no whole head
-    of a request, or read nothing of what is left of an answer. uvicorn itself waits for ever."""
+    of a request, or read nothing of what is left of an answer. uvicorn itself waits for ever.
+    Where there are `MANY_CONNECTIONS`, some idle ones are closed at once."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        if len(self.connections) > MANY_CONNECTIONS:
+            self._make_room()
+        self._opened = time.monotonic()
         self._check(last=self)
+
+    def _make_room(self) -> None:
+        idle = [protocol for protocol in self.connections - {self} if protocol.is_idle]
+        counts = Counter(protocol.host for protocol in idle)
+        if idle:
+            oldest = max(idle, key=lambda protocol: (counts[protocol.host], -protocol._opened))
+            oldest.transport.abort()
+
+    @property
+    def host(self) -> str:
+        """The client's address."""
+        return self.client[0] if self.client else ""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it waits for a whole request."""
+        return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()

@@ -91,6 +91,8 @@ class ServedText:
         self.scored = n_best is not None
         self.prompt_scored = self.scored and echo is not None
         self.deliver = deliver
+        self.request: object = self
+        """What is the same for all texts of a request."""
         self.cancelled = False
         self.finished = False
         self._tokenizer, self._ends = tokenizer, tokenizer.end_ids

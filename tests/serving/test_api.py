@@ -1,5 +1,6 @@
 """The endpoints, as OpenAI's own client sees them, and as one that breaks the rules does."""
 
+import contextlib
 import http.client
 import json
 import re
@@ -500,3 +501,22 @@ def test_a_key_is_asked_for():
             assert headers["WWW-Authenticate"] == "Bearer"
         right = {"Authorization": "bearer secret"}
         assert post(address, None, "/v1/models", "GET", **right)[0] == 200
+
+
+def test_idle_connections_of_one_client_keep_no_other_out(monkeypatch):
+    """Neither those that send nothing, nor those that send half a request."""
+    monkeypatch.setattr("gptlite.serving.server.MAX_CONNECTIONS", 40)
+    monkeypatch.setattr("gptlite.serving.server.MANY_CONNECTIONS", 20)
+    half = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n{"
+    with serving() as address, contextlib.ExitStack() as stack:
+        client = stack.enter_context(openai.OpenAI(base_url=address.url, api_key="none"))
+        create = client.completions.create
+        streamed = create(model=NAME, prompt="a", stream=True, max_tokens=2000)
+        next(streamed)
+        for i in range(100):
+            idle = socket.create_connection(("127.0.0.1", address.port))
+            stack.enter_context(idle)
+            idle.sendall(half if i % 2 else b"")
+        status, answer, _ = post(address, json.dumps({"model": NAME, "prompt": "a"}))
+        assert (status, len(answer["choices"])) == (200, 1)
+        assert [piece.choices[0].finish_reason for piece in streamed][-1] == "length"

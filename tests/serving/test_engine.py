@@ -396,3 +396,46 @@ class WithoutRows(eqx.Module):
 def test_a_layer_that_keeps_nothing_for_each_text_is_refused():
     with pytest.raises(UserError, match="without an axis for the texts"):
         Engine(tiny_model(attention=WithoutRows), max_rows=4, max_waiting=4)
+
+
+@pytest.mark.parametrize("n_prompt", [3, C])
+def test_rows_are_shared_in_time(start, monkeypatch, n_prompt):
+    """A text of another client does not wait for the end of long ones, which are put aside, go on
+    later, and are what they would have been alone."""
+    monkeypatch.setattr("gptlite.serving.engine.TURN_SECONDS", 0.02)
+    model = tiny_model()
+    engine = start(model, max_rows=2)
+    prompt = [i % VOCAB for i in range(n_prompt)]
+    long = [Client(prompt, 4000, SamplingConfig(0.9), seed=seed) for seed in range(3)]
+    engine.submit([client.text for client in long])
+    while not all(client.pieces for client in long[:2]):
+        time.sleep(0.001)
+    short = [Client([1, 2], 30, seed=9) for _ in range(3)]
+    for client in short:
+        engine.submit([client.text])
+    for client in short:
+        assert client.result == alone(model, [1, 2], 30, seed=9)
+    for seed, client in enumerate(long):
+        assert client.result == alone(model, prompt, 4000, SamplingConfig(0.9), seed=seed)
+    assert max(client.ended for client in short) < min(client.ended for client in long)
+    assert not engine._batch._aside
+
+
+def test_a_text_that_was_put_aside_may_be_cancelled(start, monkeypatch):
+    monkeypatch.setattr("gptlite.serving.engine.TURN_SECONDS", 0.0)
+    engine = start(max_rows=1)
+    clients = [Client([1], 100_000) for _ in range(3)]
+    for client in clients:
+        engine.submit([client.text])
+    end = time.monotonic() + 60
+    while not all(client.pieces for client in clients) or not engine._batch._aside:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    engine.cancel([client.text for client in clients])
+    while engine.n_active or engine.n_waiting or engine._batch._aside:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    assert Client([1, 2], 5).text.request is not clients[0].text.request
+    last = Client([1, 2], 5)
+    engine.submit([last.text])
+    assert last.result == alone(tiny_model(), [1, 2], 5)
