@@ -32,8 +32,8 @@ class DataConfig:
     corpus: Annotated[str, Free("resume", "weights", "comparison")] = "auto"
     """`shakespeare` (TinyShakespeare), `pydoc` (Python's own documentation, needs no network),
     a UTF-8 text file, a folder of .txt files, or `hf:NAME[:CONFIG][:SPLIT][:COLUMN]` (a dataset on
-    Hugging Face's hub, or a folder, a file or an address with JSON lines, Parquet or text). `auto`
-    is shakespeare, or pydoc if that cannot be downloaded."""
+    Hugging Face's hub, or a folder, a file or an address with JSON lines, Parquet, CSV or text).
+    `auto` is shakespeare, or pydoc if that cannot be downloaded."""
 
     tokenizer: Annotated[str, Free("comparison")] = "char"
     """`char` (the text's own characters), `byte` (UTF-8), `bpe:SIZE` (a byte-pair encoding that is

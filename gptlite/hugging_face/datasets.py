@@ -1,54 +1,78 @@
 """Documents of a Hugging Face dataset, one after the other: from the hub, or from files in its
 formats, here or at an address."""
 
+import glob
 import itertools
+import os
 import re
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow
+import yaml
 from datasets import config
+from datasets.builder import Key
+from datasets.streaming import extend_dataset_builder_for_streaming
+from datasets.utils.file_utils import xopen
 
-from gptlite.errors import UserError, require
+from gptlite.errors import UserError, require, told
+from gptlite.machine.files import read_bounded
+from gptlite.machine.progress import log
+from gptlite.machine.text_files import read_text
 from gptlite.text.corpus import Corpus
 
 # The formats of single files, by the ends of their names.
-FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text"}
+FORMATS = {
+    **{".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "csv", ".txt": "text"},
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),
+}
 PACKED = (".gz", ".zst", ".xz", ".bz2")
-# Lines of a text that are read at once.
-LINES = 1000
+# Bytes that a reader of a stranger's file may take for one table of rows: a packed file of a few
+# bytes may have a line of any length.
+MAX_TABLE = 2**28
+BLOCK = 2**18
+# Rows of a Parquet file that are read at once, and rows in which a text is looked for.
+ROWS = 1000
+# Bytes and marks of a dataset's card.
+MAX_CARD, MAX_MARKS = 2**20, 20_000
 
 
 def open_dataset(name: str) -> Corpus:
     """The dataset that `hf:NAME[:CONFIG][:SPLIT][:COLUMN]` names. NAME is one on the hub, or a
-    folder, a file or an address with JSON lines, Parquet or text.
+    folder, a file or an address with JSON lines, Parquet, CSV or text.
 
     **Raises:** `UserError` if there is no such dataset, or it has no such part.
     """
-    # Not at the colon of an address, or of its port.
-    source, *words = re.split(r":(?!//|\d+/)", name.removeprefix("hf:"))
+    source, words = _parts(name)
     require(
         bool(source) and len(words) <= 3 and all(words),
         f"A Hugging Face dataset is named hf:NAME[:CONFIG][:SPLIT][:COLUMN], got {name!r}.",
     )
     end = re.sub("|".join(map(re.escape, PACKED)), "", source.lower())
     kind = next((kind for suffix, kind in FORMATS.items() if end.endswith(suffix)), None)
-    try:
+    if os.path.isdir(source):
+        kind = None
+    # `datasets` raises a dozen unrelated kinds of errors.
+    with told(f"The dataset {source} cannot be loaded"):
         if kind is None:
+            _check_card(source)
             configs = datasets.get_dataset_config_names(source)
             chosen = words.pop(0) if words and words[0] in configs else None
             builder = datasets.load_dataset_builder(source, chosen)
         else:
-            builder = datasets.load_dataset_builder(kind, data_files=source)
+            # Its names are patterns, in which brackets are no letters.
+            file = glob.escape(source) if os.path.exists(source) else source
+            builder = datasets.load_dataset_builder(kind, data_files=file)
+        _check_files(source, builder)
+        _bound(builder, source)
         is_text = builder.name == "text"
-        if is_text:
-            builder.config.keep_linebreaks = True  # pyright: ignore[reportAttributeAccessIssue]
         splits = _streaming(builder)
         split = words.pop(0) if words and words[0] in splits else "train"
         rows = splits.get(split)
         texts = [] if rows is None else _texts(rows)
-    except Exception as error:  # `datasets` raises a dozen unrelated kinds
-        raise UserError(f"The dataset {source} cannot be loaded: {_reason(error)}") from error
     if rows is None or len(words) > 1:
         raise UserError(
             f"{name} must name a split of the dataset: it has {', '.join(map(str, splits))}."
@@ -64,23 +88,166 @@ def open_dataset(name: str) -> Corpus:
 
     def read(state: Any) -> Iterator[str]:
         nonlocal reading
-        try:
+        with told(f"{name} cannot be read"):
             reading = _streaming(builder)[split]  # another one, at its beginning
             if state is not None:
                 reading.load_state_dict(state)
-            cells = (text for row in reading if (text := row[column]))
-            if not is_text:
-                yield from cells
-            while is_text and (part := "".join(itertools.islice(cells, LINES))):
-                yield part
-        except (UserError, GeneratorExit, KeyboardInterrupt):
-            raise
-        except Exception as error:  # `datasets` raises a dozen unrelated kinds
-            raise UserError(f"{name} cannot be read: {_reason(error)}") from error
+            yield from (text for row in reading if (text := row[column]))
 
     # The hash changes with the files, or with the dataset's revision.
     version = f"{name} {builder.config_id} {builder.hash}"
     return Corpus(name, version, read, lambda: reading.state_dict(), is_text=is_text)
+
+
+def _parts(name: str) -> tuple[str, list[str]]:
+    """The source in the name of a dataset, and the words that follow. A file or folder that is
+    here may have colons in its name."""
+    rest = os.path.expanduser(name.removeprefix("hf:"))
+    parts = rest.split(":")
+    for n in range(len(parts), 0, -1):
+        if os.path.exists(":".join(parts[:n])):
+            return ":".join(parts[:n]), parts[n:]
+    # Not at the colon of an address, or of its port.
+    source, *words = re.split(r":(?!//|\d+/)", rest)
+    return source, words
+
+
+def _check_card(source: str) -> None:
+    """**Raises:** `UserError` if what describes the dataset is larger than any description: a few
+    lines of YAML can stand for any number of values."""
+    if os.path.isdir(source):
+        cards = [Path(source, name) for name in ("README.md", config.REPOYAML_FILENAME)]
+    else:
+        import huggingface_hub
+
+        try:  # `datasets` reads the same file
+            card = huggingface_hub.hf_hub_download(source, "README.md", repo_type="dataset")
+        except Exception:  # there is none, or no network: `datasets` says so
+            return
+        cards = [Path(card)]
+    for path in cards:
+        if not path.exists():
+            continue
+        text = read_bounded(path.resolve(), MAX_CARD).decode("utf-8", errors="replace")
+        if path.suffix == ".md":
+            text = text.partition("---")[2].partition("\n---")[0] if text[:3] == "---" else ""
+        for number, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader)):
+            require(
+                number < MAX_MARKS and not isinstance(event, yaml.AliasEvent),
+                f"The card {path} has more than {MAX_MARKS:,} values, or aliases of them.",
+            )
+
+
+def _check_files(source: str, builder: Any) -> None:
+    """**Raises:** `UserError` if the files of a dataset are of another kind than `FORMATS` (some of
+    which are executed when they are read), or a folder's are not in the folder. Links are told."""
+    kinds = sorted({*FORMATS.values()})
+    require(
+        builder.name in FORMATS.values(),
+        f"The dataset {source} is of the kind {builder.name}: gptlite reads {', '.join(kinds)}.",
+    )
+    folder = os.path.realpath(source)
+    if not os.path.isdir(source):
+        return
+    for file in itertools.chain.from_iterable((builder.config.data_files or {}).values()):
+        inside = os.path.normpath(file).startswith(f"{folder}{os.sep}") and "://" not in file
+        require(inside, f"The dataset {source} names {file}, which is not in its folder.")
+        if os.path.islink(file):
+            log(f"{file} is read, which is a link to {os.path.realpath(file)}.")
+
+
+def _bound(builder: Any, source: str) -> None:
+    """Bound what is read for one table of rows."""
+    extend_dataset_builder_for_streaming(builder)
+    if builder.name == "text":
+        builder._generate_tables = _text_tables
+    elif builder.name == "parquet":
+        builder.config.batch_size = ROWS
+    elif builder.name in ("csv", "json"):
+        if ".tsv" in source.lower():
+            builder.config.sep = "\t"
+        meter, generate = Meter(), builder._generate_tables
+
+        def tables(base_files: Any, files_iterables: Any, **words: Any) -> Iterator[Any]:
+            files = [map(meter.open, some) for some in files_iterables]
+            for table in generate(base_files, files, **words):
+                meter.taken = 0
+                yield table
+
+        builder._generate_tables = tables
+        module: Any = sys.modules[type(builder).__module__]
+        # What is open already is not opened; other readers may use the module, too.
+        known = getattr(module, "open", open)
+        module.open = lambda file, *x, **y: (
+            file if isinstance(file, Metered) else known(file, *x, **y)
+        )
+
+
+def _text_tables(base_files: Any, files_iterables: Any) -> Iterator[Any]:
+    """A text in pieces, one of which is a row, as of a file that is no dataset: the library's own
+    reader changes line ends, and reads a line of any length."""
+    for shard, files in enumerate(files_iterables):
+        for file in files:
+            with xopen(file, "rb") as content:
+                pieces = read_text(content, file)  # pyright: ignore[reportArgumentType]
+                for number, piece in enumerate(pieces):
+                    yield Key(shard, number), pyarrow.table({"text": [piece]})
+
+
+class Meter:
+    """Counts what is read of files for one table of rows."""
+
+    def __init__(self):
+        self.taken = 0
+
+    def open(self, file: Any) -> "Metered":
+        return Metered(xopen(file, "rb"), str(file), self)
+
+
+class Metered:
+    """A file that is read in bounded pieces."""
+
+    def __init__(self, file: Any, name: str, meter: Meter):
+        self._file, self._name, self._meter = file, name, meter
+        self._rest = b""
+
+    def _next(self) -> bytes:
+        content = self._file.read(BLOCK)
+        self._meter.taken += len(content)
+        require(
+            self._meter.taken <= MAX_TABLE,
+            f"{self._name} has a line, or a list in JSON, of more than {MAX_TABLE:,} bytes.",
+        )
+        return content
+
+    def read(self, size: int | None = -1) -> bytes:
+        parts, length = [self._rest], len(self._rest)
+        size = sys.maxsize if size is None or size < 0 else size
+        while length < size and (part := self._next()):
+            parts.append(part)
+            length += len(part)
+        content = b"".join(parts)
+        content, self._rest = content[:size], content[size:]
+        return content
+
+    def readline(self) -> bytes:
+        parts, self._rest = [self._rest], b""
+        while b"\n" not in parts[-1] and (part := self._next()):
+            parts.append(part)
+        line, end, self._rest = b"".join(parts).partition(b"\n")
+        return line + end
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self.readline, b"")
+
+    def __enter__(self) -> "Metered":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def _streaming(builder: Any) -> Any:
@@ -96,13 +263,9 @@ def _streaming(builder: Any) -> Any:
 
 def _texts(rows: Any) -> list[str]:
     """The columns of text."""
-    if rows.features is None:  # JSON lines
-        first = next(iter(rows), {})
-        return [name for name, value in first.items() if isinstance(value, str)]
+    if rows.features is None:  # of a list in JSON
+        first = itertools.islice(rows, ROWS)
+        found = {k: None for row in first for k, value in row.items() if isinstance(value, str)}
+        return list(found)
     kinds = ("string", "large_string")
     return [name for name, kind in rows.features.items() if getattr(kind, "dtype", "") in kinds]
-
-
-def _reason(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:300] if text else repr(error)

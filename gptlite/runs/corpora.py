@@ -1,16 +1,16 @@
 """The corpus of a run, by its name: TinyShakespeare, Python's documentation, files, datasets."""
 
-import codecs
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from gptlite.errors import UserError, require
 from gptlite.machine.progress import log
 from gptlite.machine.shakespeare import download_shakespeare, load_shakespeare
+from gptlite.machine.text_files import read_file
 from gptlite.text.corpus import DATA_FOLDER, Corpus, text_corpus
 
-# Bytes of a file that are read at once: few enough to stay in a core's cache.
-PIECE = 2**20
+# Links in a folder that are named.
+NAMED_LINKS = 5
 
 
 def load_corpus(
@@ -49,8 +49,9 @@ def load_corpus(
 
 def _path(path: Path) -> Callable[[], Iterator[str]]:
     try:
+        path = path.expanduser()
         is_folder, exists = path.is_dir(), path.exists()
-    except (OSError, ValueError):  # too long for a file name, or with a NUL in it
+    except (OSError, ValueError, RuntimeError):  # too long, with a NUL in it, of no user
         is_folder = exists = False
     require(
         exists,
@@ -60,7 +61,14 @@ def _path(path: Path) -> Callable[[], Iterator[str]]:
     files = [path]
     if is_folder:
         texts = (file for file in path.rglob("*") if file.suffix.lower() == ".txt")
-        files = sorted(file for file in texts if not file.is_dir())
+        # Hidden ones are copies of editors, such as Jupyter's in .ipynb_checkpoints/.
+        shown = (file for file in texts if not _is_hidden(file.relative_to(path)))
+        files = sorted(file for file in shown if not file.is_dir())
+        links = [file for file in files if not _is_inside(file, path)]
+        for link in links[:NAMED_LINKS]:
+            log(f"{link} is read, which is a link to {link.resolve()}.")
+        if len(links) > NAMED_LINKS:
+            log(f"So are {len(links) - NAMED_LINKS} more.")
     require(bool(files), f"The folder {path} has no .txt file in it.")
     for file in files:
         require(
@@ -71,38 +79,17 @@ def _path(path: Path) -> Callable[[], Iterator[str]]:
         for number, file in enumerate(files):
             if number:
                 yield "\n"
-            yield from _read(file)
+            yield from read_file(file)
 
     return pieces
 
 
-def _read(path: Path) -> Iterator[str]:
-    """A UTF-8 file without its byte-order mark. Line ends are not changed."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    place = 0
-    try:
-        with path.open("rb") as file:
-            while True:
-                content = file.read(PIECE)
-                marks = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-                is_utf16 = place == 0 and content.startswith(marks)
-                require(not is_utf16, f"{path} is UTF-16 text: save it as UTF-8.")
-                pending = len(decoder.getstate()[0])
-                try:
-                    text = decoder.decode(content, final=not content)
-                except UnicodeDecodeError as error:
-                    wrong, value = place - pending + error.start, error.object[error.start]
-                    raise UserError(
-                        f"{path} is not UTF-8 text: byte {wrong} is 0x{value:02x}."
-                    ) from error
-                if 0 in content:
-                    raise UserError(f"{path} is not text: byte {place + content.index(0)} is 0x00.")
-                yield text.removeprefix("\ufeff") if place == 0 else text
-                place += len(content)
-                if not content:
-                    return
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _is_inside(file: Path, folder: Path) -> bool:
+    return file.resolve().is_relative_to(folder.resolve())
 
 
 def require_documents(corpus: Corpus) -> None:

@@ -113,7 +113,7 @@ def test_a_single_file_is_a_dataset_here_and_at_an_address(name, tmp_path):
 
 
 def test_a_text_is_one_document_with_its_line_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr("gptlite.hugging_face.datasets.LINES", 7)
+    monkeypatch.setattr("gptlite.machine.text_files.PIECE", 400)
     (tmp_path / "a.txt").write_text(TEXT)
     found = documents(tmp_path / "a.txt")
     parts = list(found.read(None))
@@ -215,7 +215,7 @@ class Counting(ByteTokenizer):
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "txt"])
 def test_one_that_is_stopped_goes_on_after_its_last_segment(tmp_path, monkeypatch, suffix):
     monkeypatch.setattr(tokens, "SEGMENT", 200)
-    monkeypatch.setattr("gptlite.hugging_face.datasets.LINES", 3)
+    monkeypatch.setattr("gptlite.machine.text_files.PIECE", 150)
     path = tmp_path / f"a.{suffix}"
     if suffix == "txt":
         path.write_text(TEXT)
@@ -224,7 +224,7 @@ def test_one_that_is_stopped_goes_on_after_its_last_segment(tmp_path, monkeypatc
     whole = split_corpus(documents(path), ByteTokenizer(), folder=tmp_path / "whole")
     encoded, stops, split = 0, 0, None
     while split is None and stops < 50:
-        tokenizer = Counting(9 if suffix == "txt" else 17)
+        tokenizer = Counting(4 if suffix == "txt" else 17)
         try:
             split = split_corpus(documents(path), tokenizer, folder=tmp_path / "stopped")
         except KeyboardInterrupt:
@@ -304,3 +304,99 @@ def test_a_broken_file_is_named(tmp_path):
     (tmp_path / "a.jsonl").write_text(lines(TEXTS) + '{"text": "half')
     with pytest.raises(UserError, match=r"a\.jsonl cannot be (read|loaded)"):
         split_corpus(documents(tmp_path / "a.jsonl"), ByteTokenizer(), folder=tmp_path / "ids")
+
+
+# -- strangers, and ordinary use -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "content", ["one\r\ntwo\rthree\n", "\ufeffone\ntwo", "one\u2028\x0ctwo\x85"]
+)
+def test_a_text_is_the_same_as_a_file_and_as_a_dataset(tmp_path, content):
+    path = tmp_path / "a.txt"
+    path.write_bytes(content.encode())
+    assert documents(path).text == load_corpus(str(path)).text == content.removeprefix("\ufeff")
+    with gzip.open(tmp_path / "b.txt.gz", "wb") as file:
+        file.write(content.encode())
+    assert documents(tmp_path / "b.txt.gz").text == content.removeprefix("\ufeff")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("log-12:30.jsonl", lines(["first", "second"])),
+        ("a [1].jsonl", lines(["first", "second"])),
+        ("a*b?.ndjson", lines(["first", "second"])),
+        ("a.csv", "n,text\n1,first\n2,second\n"),
+        ("a.tsv", "n\ttext\n1\tfirst\n2\tsecond\n"),
+        ("a.json", json.dumps([{"text": None}, {"text": "first"}, {"text": "second"}])),
+    ],
+)
+def test_files_with_other_names_and_forms_are_datasets(tmp_path, name, content, monkeypatch):
+    (tmp_path / name).write_text(content)
+    assert list(documents(tmp_path / name).read(None)) == ["first", "second"]
+    assert list(documents(f"{tmp_path / name}:train:text").read(None)) == ["first", "second"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert list(documents(f"~/{name}").read(None)) == ["first", "second"]
+
+
+@pytest.mark.parametrize(
+    ("name", "begin", "end"),
+    [
+        ("a.jsonl.gz", b'{"text": "', b'"}'),
+        ("a.json.gz", b'[{"text": "', b'"}]'),
+        ("a.csv.gz", b'text\n"', b'"\n'),
+        ("b.csv.gz", b"text\n", b"\n" * 0),
+    ],
+)
+def test_a_line_of_any_length_in_a_few_bytes_is_refused(tmp_path, monkeypatch, name, begin, end):
+    monkeypatch.setattr("gptlite.hugging_face.datasets.MAX_TABLE", 2**24)
+    with gzip.GzipFile(tmp_path / name, "wb", compresslevel=1) as file:
+        file.write(begin)
+        for _ in range(100):
+            file.write(b"a" * 2**20)
+        file.write(end)
+    with pytest.raises(UserError, match="has a line, or a list in JSON, of more than 16,777,216"):
+        split_corpus(documents(tmp_path / name), ByteTokenizer(), folder=tmp_path / "ids")
+
+
+def test_a_packed_text_without_lines_is_read_in_pieces(tmp_path):
+    with gzip.GzipFile(tmp_path / "a.txt.gz", "wb", compresslevel=1) as file:
+        for _ in range(20):
+            file.write(b"a" * 2**20)
+    pieces = list(documents(tmp_path / "a.txt.gz").read(None))
+    assert max(map(len, pieces)) == 2**20
+    assert sum(map(len, pieces)) == 20 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("card", "words"),
+    [
+        ("a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n", "values, or aliases of them"),
+        ("a: [" + "x, " * 30_000 + "x]\n", "values, or aliases of them"),
+        ("configs:\n- config_name: x\n  data_files: ../id.txt\n", "not in its folder"),
+        ("configs:\n- config_name: x\n  data_files: /etc/passwd\n", "not in its folder|cannot be"),
+    ],
+)
+@pytest.mark.parametrize("name", ["README.md", ".huggingface.yaml"])
+def test_a_card_of_a_stranger_is_bounded(folder, card, words, name):
+    (folder.parent / "id.txt").write_text("secret")
+    (folder / name).write_text(f"---\n{card}---\n" if name == "README.md" else card)
+    with pytest.raises(UserError, match=words):
+        documents(folder)
+
+
+def test_a_dataset_of_another_kind_is_refused(tmp_path):
+    folder = tmp_path / "other"
+    folder.mkdir()
+    (folder / "a.xml").write_text("<a>text</a>")
+    with pytest.raises(UserError, match="is of the kind xml: gptlite reads arrow, csv, json"):
+        documents(folder)
+
+
+def test_a_link_in_a_folder_is_told(folder, tmp_path, capsys):
+    (tmp_path / "other.jsonl").write_text(lines(["other"]))
+    (folder / "train.jsonl").unlink()
+    (folder / "train.jsonl").symlink_to(tmp_path / "other.jsonl")
+    assert list(documents(folder).read(None)) == ["other"]
+    assert "train.jsonl is read, which is a link to" in capsys.readouterr().out

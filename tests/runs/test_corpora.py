@@ -37,7 +37,7 @@ def test_a_folder_is_its_txt_files_in_order(tmp_path):
     ("content", "words"),
     [
         (b"", "empty"),
-        (b"ab\xff", "byte 2 is 0xff"),
+        (b"ab\xff", "byte 2 is 0xff. If it is in another encoding, such as Latin-1, save it as"),
         ("ab".encode("utf-16"), "is UTF-16 text: save it as UTF-8"),
         (None, "no corpus"),
     ],
@@ -162,3 +162,42 @@ def test_the_deadline_is_ten_seconds():
         download=lambda seconds: asked.append(seconds) or unreachable(seconds),
     )
     assert asked == [10.0]
+
+
+def test_hidden_files_and_folders_are_left_out(tmp_path):
+    """Jupyter keeps old copies of files in such a folder."""
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    for name in ("a.txt", ".ipynb_checkpoints/a-checkpoint.txt", ".b.txt"):
+        (tmp_path / name).write_text(f"the text of {name}")
+    assert load_corpus(str(tmp_path)).text == "the text of a.txt"
+    assert load_corpus(str(tmp_path / ".b.txt")).text == "the text of .b.txt"
+
+
+def test_links_out_of_a_folder_are_told(tmp_path, capsys):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (tmp_path / "x.txt").write_text("outside")
+    (folder / "a.txt").write_text("inside")
+    (folder / "b.txt").symlink_to("a.txt")
+    assert load_corpus(str(folder)).text == "inside\ninside"
+    assert "link" not in capsys.readouterr().out
+    for i in range(7):
+        (folder / f"c{i}.txt").symlink_to(tmp_path / "x.txt")
+    assert load_corpus(str(folder)).text == "\n".join(["inside"] * 2 + ["outside"] * 7)
+    out = capsys.readouterr().out
+    assert f"c0.txt is read, which is a link to {tmp_path / 'x.txt'}" in out
+    assert "So are 2 more" in out
+
+
+def test_no_more_is_read_than_a_file_has(tmp_path):
+    """Files in /proc have no size, and some wait for what comes next, for ever."""
+    link = tmp_path / "x.txt"
+    link.symlink_to("/proc/self/status")
+    with pytest.raises(UserError, match="is empty"):
+        load_corpus(str(tmp_path))
+
+
+def test_a_home_folder_may_be_named_by_its_sign(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.txt").write_text("at home")
+    assert load_corpus("~/a.txt").text == "at home"
