@@ -298,7 +298,7 @@ class TrainingConfig:
     eval_every: Annotated[int, Between(1, MAX_INT32), Free("resume")] = 400
     """Evaluate, and print a sample, after this many steps and at the end."""
 
-    sample_tokens: Annotated[int, Between(0, MAX_INT32), Free("resume", "comparison")] = 128
+    sample_tokens: Annotated[int, Between(0, 100_000), Free("resume", "comparison")] = 128
     """Tokens of the sample at each evaluation; 0 for none."""
 
     save_seconds: Annotated[float, Between(0.0), Free("resume", "comparison")] = 300.0

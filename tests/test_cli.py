@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import json
 import math
 import os
 import subprocess
@@ -230,7 +231,6 @@ def make_texts(folder: Path) -> None:
         ("pipe.txt", "not a regular file"),
         ("pipes", "a.txt is not a regular file"),
         ("absent.txt", "no corpus absent.txt"),
-        ("a\0b", "no corpus"),
         ("", "name of the corpus is empty"),
         ("hf:", "is named hf:NAME"),
     ],
@@ -356,3 +356,19 @@ train.main()
     assert "does not fit into memory" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("character", ["\x1b[2J", "\u202e", "\x9b", "\n", "\u2028"])
+@pytest.mark.parametrize(
+    "field", ["data.corpus", "data.tokenizer", "model.norm", "model.lora", "training.freeze"]
+)
+def test_a_config_of_a_stranger_has_no_control_characters(tmp_path, field, character, capsys):
+    """So that nothing that prints a config need ask: --help of a run that is resumed does."""
+    section, name = field.split(".")
+    record = dataclasses.asdict(Config())
+    record[section][name] = f"a{character}b"
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    with pytest.raises(UserError) as error:
+        parse_train(["--resume", str(tmp_path), "--help"])
+    assert field in str(error.value)
+    assert character not in capsys.readouterr().out

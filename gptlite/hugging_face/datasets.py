@@ -19,7 +19,7 @@ from datasets.streaming import extend_dataset_builder_for_streaming
 from datasets.utils.file_utils import xopen
 
 from gptlite.errors import UserError, require, told
-from gptlite.machine.files import read_bounded
+from gptlite.machine.files import behind_links, read_bounded
 from gptlite.machine.progress import log
 from gptlite.machine.text_files import read_text
 from gptlite.text.corpus import Corpus
@@ -128,7 +128,7 @@ def _check_card(source: str) -> None:
     for path in cards:
         if not path.exists():
             continue
-        text = read_bounded(path.resolve(), MAX_CARD).decode("utf-8", errors="replace")
+        text = read_bounded(behind_links(path), MAX_CARD).decode("utf-8", errors="replace")
         if path.suffix == ".md":
             text = text.partition("---")[2].partition("\n---")[0] if text[:3] == "---" else ""
         for number, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader)):

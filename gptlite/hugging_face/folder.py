@@ -9,7 +9,7 @@ import safetensors
 import safetensors.numpy
 
 from gptlite.config import Config, DataConfig, ModelConfig
-from gptlite.errors import UserError, require
+from gptlite.errors import UserError, require, told
 from gptlite.hugging_face.architectures import (
     Names,
     export_arrays,
@@ -20,7 +20,7 @@ from gptlite.hugging_face.architectures import (
 )
 from gptlite.hugging_face.hub import INDEX, fetch, find_folder
 from gptlite.hugging_face.tokenizer import read_hf_tokenizer, to_hf_tokenizer
-from gptlite.machine.files import check_regular, write_atomically, write_json
+from gptlite.machine.files import behind_links, open_regular, write_atomically, write_json
 from gptlite.machine.records import read_record
 from gptlite.runs.model import abstract_model
 from gptlite.runs.run import Run
@@ -28,6 +28,10 @@ from gptlite.runs.weights import fill, named_arrays, named_leaves, require_room
 from gptlite.text.tokenizer import Tokenizer, as_ids
 
 WEIGHTS = "model.safetensors"
+# Formats of the numbers that are read.
+KINDS = ("F16", "BF16", "F32", "F64")
+# Bytes of the head of a file, which names its tensors. That of a model of 100 layers has 100,000.
+MAX_HEAD = 2**23
 # Buffers in files of some versions of transformers that are no parameters.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
@@ -112,7 +116,7 @@ def load_hf_config(folder: Path) -> ModelConfig:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return read_record(path.resolve(), dict[str, Any])  # files in the hub's cache are links
+        return read_record(behind_links(path), dict[str, Any])
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}.") from error
 
@@ -153,30 +157,39 @@ class _Tensors:
         try:
             self._files: dict[str, Any] = {}
             for name in _weight_files(folder):
-                path = (folder / name).resolve()
-                check_regular(path)
-                file = safetensors.safe_open(path, "numpy")
-                self._files |= dict.fromkeys(file.keys(), file)
-        except (OSError, safetensors.SafetensorError) as error:
-            raise UserError(
-                f"The weights in {folder} cannot be read: {error}. (Only the safetensors format is "
-                "read.)"
-            ) from error
+                path = behind_links(folder / name)
+                with open_regular(path) as file:
+                    head = int.from_bytes(file.read(8), "little")
+                if head > MAX_HEAD:
+                    raise OSError(f"its head has {head:,} bytes, at most {MAX_HEAD:,} are expected")
+                with told(f"The weights {path} cannot be read (only the safetensors format is)"):
+                    tensors: Any = safetensors.safe_open(path, "numpy")
+                    self._files |= dict.fromkeys(tensors.keys(), tensors)
+        except OSError as error:
+            raise UserError(f"The weights in {folder} cannot be read: {error}.") from error
         self._left = set(self._files)
 
-    def get(self, name: str) -> np.ndarray:
-        """A tensor. A model without a head's name in front is found, too."""
+    def get(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """A tensor, which must have that shape. A model without a head's name in front is found,
+        too."""
         bare = name.removeprefix(f"{self._prefix}.")
         stored = name if name in self._files else bare
         require(stored in self._files, f"The weights in {self._folder} lack {name}.")
         self._left.discard(stored)
-        try:
-            array = np.asarray(self._files[stored].get_tensor(stored))
-        except (OSError, KeyError, TypeError, safetensors.SafetensorError) as error:
-            raise UserError(f"{stored} in {self._folder} cannot be read: {error}.") from error
-        kinds = ("float16", "bfloat16", "float32", "float64")
-        require(array.dtype.name in kinds, f"{stored} in {self._folder} is {array.dtype}.")
-        return array
+        where = f"{stored} in {self._folder}"
+        with told(f"{where} cannot be read"):
+            found = self._files[stored].get_slice(stored)
+            kind, given = found.get_dtype(), tuple(found.get_shape())
+        # Before its numbers, of which there may be any number.
+        require(
+            kind in KINDS, f"{where} has numbers of the kind {kind}: {', '.join(KINDS)} are read."
+        )
+        require(
+            given == shape,
+            f"{where} has the shape {list(given)}, and the config calls for {list(shape)}.",
+        )
+        with told(f"{where} cannot be read"):
+            return np.asarray(self._files[stored].get_tensor(stored))
 
     def end(self, known: dict[str, np.ndarray]) -> None:
         """**Raises:** `UserError` if a tensor is left that the model has no place for, and that is
@@ -185,14 +198,14 @@ class _Tensors:
             if name.endswith(BUFFERS):
                 continue
             full = name if name in known else f"{self._prefix}.{name}"
-            same = full in known and np.array_equal(self.get(name), known[full])
             # A tied head may be stored, too.
-            tied = name == "lm_head.weight" and any(
-                np.array_equal(self.get(name), known[table])
-                for table in ("model.embed_tokens.weight", "transformer.wte.weight")
-                if table in known
-            )
+            tables = ("model.embed_tokens.weight", "transformer.wte.weight")
+            twins = [full, *(tables if name == "lm_head.weight" else ())]
             require(
-                same or tied,
+                any(
+                    np.array_equal(self.get(name, known[twin].shape), known[twin])
+                    for twin in twins
+                    if twin in known
+                ),
                 f"The weights in {self._folder} hold {name}, which gptlite has no place for.",
             )

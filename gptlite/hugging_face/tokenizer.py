@@ -17,7 +17,7 @@ from gptlite.hugging_face.components import (
     check_components,
     pre_tokenizers,
 )
-from gptlite.machine.files import read_bounded
+from gptlite.machine.files import behind_links, read_bounded
 from gptlite.machine.records import read_record
 from gptlite.text.corpus import utf8
 from gptlite.text.tokenizer import (
@@ -84,7 +84,7 @@ class HFTokenizer(Decoding):
             end_ids = [i for token, i in ids.items() if token == end_ids and i < self._vocab_size]
         if not all(type(i) is int and 0 <= i < self._vocab_size for i in end_ids):
             raise ValueError(f"its end_ids must be ids, got {str(end_ids)[:100]}")
-        self._end_ids = tuple(end_ids)
+        self._end_ids = tuple(dict.fromkeys(end_ids))
         self._cuts_between_words = _splits_at_words(record)
         prefixes = {step.get("add_prefix_space") for step in _byte_level_steps(record)}
         self.is_without_prefix_space = prefixes == {False}
@@ -236,9 +236,9 @@ def read_hf_tokenizer(
     """
     path, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
     try:
-        content = read_bounded(path.resolve(), MAX_TOKENIZER).decode("utf-8")
+        content = read_bounded(behind_links(path), MAX_TOKENIZER).decode("utf-8")
         fields, named = (
-            read_record(file.resolve(), dict[str, Any]) if file.exists() else {}
+            read_record(behind_links(file), dict[str, Any]) if file.exists() else {}
             for file in (settings, folder / "special_tokens_map.json")
         )
         record = json.loads(content)

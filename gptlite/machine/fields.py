@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import functools
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import NoneType, UnionType
@@ -12,6 +13,9 @@ from gptlite.errors import require
 
 # Array sizes and counts: JAX indexes with 32 bits.
 MAX_INT32 = 2**31 - 1
+# Control characters; separators of lines and paragraphs; characters that change the direction of
+# the text after them; halves of a pair, which cannot be printed.
+CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 # The largest number in float32.
 MAX_FLOAT32 = 3.4e38
 
@@ -138,6 +142,10 @@ def _hints(kind: type) -> Mapping[str, Any]:
 
 
 def check_fields(section: str, config: Any) -> None:
-    """`check_value` for every field of the dataclass `config`."""
+    """`check_value` for every field of the dataclass `config`. The texts of a section, which are
+    names, may have no control characters: a config may come from a stranger, and is printed."""
     for name, kind in _hints(type(config)).items():
-        check_value(f"{section}{name}", getattr(config, name), kind)
+        value = getattr(config, name)
+        check_value(f"{section}{name}", value, kind)
+        is_plain = not section or not isinstance(value, str) or CONTROL.search(value) is None
+        require(is_plain, f"{section}{name} may have no control characters, got {value!r}.")

@@ -129,9 +129,12 @@ def open_regular(path: Path) -> BinaryIO:
     return file
 
 
-def check_regular(path: Path) -> None:
-    """**Raises:** `OSError` as `open_regular` does."""
-    open_regular(path).close()
+def behind_links(path: Path) -> Path:
+    """The file that `path` leads to, as those of the hub's cache do.
+
+    **Raises:** `OSError` if there is none: a link may lead to itself.
+    """
+    return Path(os.path.realpath(path, strict=True))
 
 
 def read_bounded(path: Path, limit: int) -> bytes:

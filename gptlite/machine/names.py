@@ -119,7 +119,7 @@ def is_custom(value: str) -> bool:
     capital letter and is in one of the files that `--custom` names."""
     # A class that is not at the top of its file has dots in its name.
     pattern = r".+\.py:[A-Za-z_][\w.<>]*|[A-Z]\w*"
-    return value.isprintable() and re.fullmatch(pattern, value) is not None
+    return re.fullmatch(pattern, value) is not None
 
 
 class CustomBlock(str):

@@ -7,19 +7,23 @@ from typing import TextIO
 from tqdm import tqdm
 
 from gptlite.errors import UserError
+from gptlite.machine.fields import CONTROL
 
 # Characters of an error message.
 MAX_SENTENCE = 4000
-
-# Control characters but tabs and line ends; separators of lines and paragraphs; characters that
-# change the direction of the text after them; halves of a pair, which cannot be printed.
-_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
     """`text` with escapes such as `\\x1b` in place of characters that a terminal would obey. Text
     from a model, a run folder or a file may have any."""
-    return _UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
+
+    def escaped(match: re.Match[str]) -> str:
+        character = match[0]
+        if character in "\t\n":
+            return character
+        return character.encode("unicode_escape").decode("ascii")
+
+    return CONTROL.sub(escaped, text)
 
 
 def log(message: str, file: TextIO | None = None) -> None:

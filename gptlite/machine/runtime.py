@@ -8,6 +8,9 @@ from pathlib import Path
 
 from gptlite.config import MeshConfig, TrainingConfig
 
+# Devices that are made of a CPU: each takes threads and memory.
+MIN_DEVICES, MAX_PER_CORE = 16, 8
+
 
 def set_up_jax(cpu_devices: int = 1) -> None:
     """Keep compiled programs in the user's cache folder, so that later starts load them,
@@ -40,10 +43,12 @@ def set_up_jax(cpu_devices: int = 1) -> None:
 
 def usable_cpu_devices(training: TrainingConfig, mesh: MeshConfig) -> int:
     """As many as `mesh` has, if it says it; else `training.cpu_devices`, reduced so that the
-    devices share a batch evenly."""
+    devices share a batch evenly. A config may come from a stranger: no more than `MAX_PER_CORE`
+    for each core of the machine."""
+    most = max(MIN_DEVICES, MAX_PER_CORE * (os.cpu_count() or 1))
     rows = training.batch_size // (training.accumulation or 1)
     sizes = (mesh.data, mesh.fsdp, mesh.tensor)
-    if -1 not in sizes and math.prod(sizes) <= 1024:
+    if -1 not in sizes and math.prod(sizes) <= most:
         return math.prod(sizes)
-    tensor = max(1, mesh.tensor)
-    return tensor * math.gcd(max(1, training.cpu_devices // tensor), rows)
+    tensor = min(max(1, mesh.tensor), most)
+    return tensor * math.gcd(max(1, min(training.cpu_devices, most) // tensor), rows)

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from gptlite.errors import UserError, require
+from gptlite.machine.fields import CONTROL
 from gptlite.machine.files import check_folder_name
 
 RUNS_FOLDER = Path("runs")
@@ -89,7 +90,8 @@ def find_run(name: str | None) -> Path:
                 "name one with --run."
             )
         return newest
-    require(name.strip() != "" and name.isprintable(), f"There is no run named {name!r}.")
+    is_name = name.strip() != "" and CONTROL.search(name) is None
+    require(is_name, f"There is no run named {name!r}.")
     for path in (Path(name), RUNS_FOLDER / name):
         if os.path.isfile(path / "config.json"):
             return path

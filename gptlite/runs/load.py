@@ -7,6 +7,7 @@ from typing import Literal
 
 from gptlite.custom import Custom, check_files, load_custom, with_custom
 from gptlite.errors import UserError, require
+from gptlite.machine.files import behind_links
 from gptlite.machine.progress import log
 from gptlite.machine.records import read_record
 from gptlite.models.gpt import GPT
@@ -97,6 +98,6 @@ def _checkpoint(run: Path, weights: Literal["best", "last"]) -> Path:
 
 def _is_hf(folder: Path) -> bool:
     try:
-        return "model_type" in read_record((folder / "config.json").resolve(), dict[str, object])
+        return "model_type" in read_record(behind_links(folder / "config.json"), dict[str, object])
     except (OSError, ValueError):
         return False

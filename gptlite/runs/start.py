@@ -64,6 +64,9 @@ from gptlite.training.evaluate import Evaluation
 from gptlite.training.fit import Position, Progress
 from gptlite.training.step import TrainState, TrainSteps
 
+# Copies of a batch in memory: those that are read ahead, and on their way to the devices.
+COPIES = 4
+
 
 class Start(Protocol):
     """Where a run begins."""
@@ -189,6 +192,8 @@ def start_run(arguments: TrainArguments) -> Iterator["TrainingRun"]:
                 check_free(path, overwrite=arguments.overwrite)
         # Two devices of one of several processes may each wait for a thread that the other holds.
         set_up_jax(usable_cpu_devices(config.training, config.mesh) if process_count() == 1 else 1)
+        rows, tokens = config.training.batch_size, config.model.context_length + 1
+        require_memory(f"A batch of {rows:,} x {tokens:,} tokens", COPIES * 4 * rows * tokens)
         folder = stack.enter_context(RunFolder(path))
         if arguments.resume is not None:
             folder.open()

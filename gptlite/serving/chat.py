@@ -12,7 +12,7 @@ from typing import Any
 
 from gptlite.errors import UserError, require, told
 from gptlite.hugging_face.tokenizer import HFTokenizer, library_tokenizer
-from gptlite.machine.files import read_bounded
+from gptlite.machine.files import behind_links, read_bounded
 from gptlite.machine.records import read_record
 from gptlite.serving.api import check_text
 from gptlite.text.tokenizer import Tokenizer
@@ -114,10 +114,10 @@ def read_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | Non
     if not isinstance(tokenizer, HFTokenizer):
         return None
     try:
-        record = read_record(settings.resolve(), dict[str, Any]) if settings.exists() else {}
+        record = read_record(behind_links(settings), dict[str, Any]) if settings.exists() else {}
         template = record.get("chat_template")
         if file.exists():
-            template = read_bounded(file.resolve(), 4 * MAX_TEMPLATE).decode("utf-8")
+            template = read_bounded(behind_links(file), 4 * MAX_TEMPLATE).decode("utf-8")
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"The chat template in {folder} cannot be read: {error}.") from error
     if isinstance(template, list):  # several, by name

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, Shaped
 from gptlite.config import OptimizerConfig, TrainingConfig
 from gptlite.errors import require
 from gptlite.machine.batch_reader import check_batch
+from gptlite.machine.memory import require_memory
 from gptlite.machine.mesh import abstract, check_rows, local_rows, place, place_batches
 from gptlite.machine.pytrees import Trainable, cast, is_parameter
 from gptlite.nn.dtypes import widen
@@ -27,6 +28,9 @@ from gptlite.training.loss import window_losses
 from gptlite.training.optimizer import make_optimizer, make_schedule
 
 T = TypeVar("T")
+
+# Steps of a call, at most: their batches are in memory.
+MAX_STEPS = 1024
 
 # The arguments of `TrainSteps`, which describes them.
 LossFn = Callable[..., Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, ""]]]
@@ -152,20 +156,25 @@ class TrainSteps:
     @property
     def capacity(self) -> int:
         """The most steps of a call: no more than lie between two lines of metrics."""
-        return min(self.training.log_every, self.training.eval_every, self.training.steps)
+        training = self.training
+        return min(training.log_every, training.eval_every, training.steps, MAX_STEPS)
 
     def compile(self, state: TrainState, batch: PyTree) -> None:
         """Compile the update for a state and batches like these, `[batch, ...]`. Changes neither;
         the first call then takes as long as others.
 
-        **Raises:** `UserError` if the batch does not fit: see `batch_reader.check_batch`.
+        **Raises:** `UserError` if the batch does not fit (see `batch_reader.check_batch`), or not
+        into memory.
         """
         check_batch(self, batch, int(np.max(np.asarray(state.step))))
         batches = jax.tree.map(
             lambda x: np.zeros((self.capacity, *np.shape(x)), np.asarray(x).dtype), batch
         )
         with jax.set_mesh(self.mesh):
-            self._run.lower(self.place(batches, 0), state).compile()
+            program = self._run.lower(self.place(batches, 0), state).compile().compiled
+        if (needs := program.memory_analysis()) is not None:
+            devices = len(self.mesh.local_devices)
+            require_memory("A training step", devices * needs.temp_size_in_bytes)
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of update `step`, counted from 0 (with muon: of the matrices)."""

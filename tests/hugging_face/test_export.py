@@ -265,3 +265,82 @@ def test_a_name_that_cannot_be_fetched_is_said_soon(hub, tmp_path):
         assert len(lines) == len(sentences), done.stderr
         for line, sentence in zip(lines, sentences, strict=True):
             assert sentence in line
+
+
+def forged(place: Path, folder: Path) -> Path:
+    """A copy of the exported model, that a test may change."""
+    shutil.copytree(place / "out", folder / "model")
+    return folder / "model"
+
+
+def forge_head(path: Path, change) -> None:
+    """Change the head of a safetensors file, with room for numbers as it says."""
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    head = json.loads(content[8:end])
+    change(head)
+    place = 0
+    for record in head.values():
+        if "shape" in record:
+            size = 4 * int(np.prod(record["shape"], dtype=object))
+            record["data_offsets"], place = [place, place + size], place + size
+    written = json.dumps(head).encode()
+    path.write_bytes(len(written).to_bytes(8, "little") + written)
+    os.truncate(path, 8 + len(written) + place)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (  # 12 GB, of which the file has none on the disk
+            lambda head: head["model.embed_tokens.weight"].update(shape=[3 * 2**30, 1]),
+            "has the shape [3221225472, 1], and the config calls for [",
+        ),
+        (
+            lambda head: head["model.layers.0.mlp.up_proj.weight"].update(shape=[1, 16]),
+            "has the shape [1, 16], and the config calls for [256, 16]",
+        ),
+        (
+            lambda head: head["lm_head.weight"].update(dtype="I32"),
+            "has numbers of the kind I32: F16, BF16, F32, F64 are read",
+        ),
+        (
+            lambda head: head.update(
+                {f"{i:0200}": {"dtype": "F32", "shape": [0]} for i in range(40_000)}
+            ),
+            "at most 8,388,608 are expected",
+        ),
+        (
+            lambda head: head.update({"other": {"dtype": "F32", "shape": [2**32]}}),
+            ", which gptlite has no place for",
+        ),
+    ],
+    ids=["large", "layer", "kind", "head", "more"],
+)
+def test_a_tensor_is_compared_with_the_config_before_it_is_read(place, tmp_path, change, words):
+    forge_head(forged(place, tmp_path) / "model.safetensors", change)
+    done = run_script("sample.py", "--run", "hf:model", *SAMPLE, folder=tmp_path)
+    assert done.code == 2
+    assert words in done.err
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_file_that_is_a_link_to_itself_is_refused(place, tmp_path, name):
+    model = forged(place, tmp_path)
+    (model / name).unlink()
+    (model / name).symlink_to(name)
+    done = run_script("sample.py", "--run", "hf:model", *SAMPLE, folder=tmp_path)
+    assert done.code == 2
+    assert "cannot be read: [Errno" in done.err
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("value", ["", 0, [], False])
+def test_a_window_of_the_wrong_type_is_refused(place, tmp_path, kind, value):
+    path = forged(place, tmp_path) / "config.json"
+    fields = json.loads(path.read_text())
+    del fields["gptlite"]
+    path.write_text(json.dumps(fields | {"model_type": kind, "sliding_window": value}))
+    done = run_script("sample.py", "--run", "hf:model", *SAMPLE, folder=tmp_path)
+    assert done.code == 2
+    assert "The model's sliding_window must be a whole number from 1 to 10,000,000" in done.err

@@ -98,3 +98,11 @@ def test_the_memory_of_a_container_is_less_than_that_of_the_machine(version, tmp
 def test_free_memory_is_some_and_not_more_than_there_is():
     there_is = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert 0 < free_memory() <= there_is
+
+
+def test_no_more_devices_are_made_of_a_cpu_than_the_machine_can_have(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert usable_cpu_devices(TrainingConfig(batch_size=1024), MeshConfig(data=8)) == 8
+    assert usable_cpu_devices(TrainingConfig(batch_size=1024), MeshConfig(data=1024)) == 2
+    assert usable_cpu_devices(TrainingConfig(batch_size=1024, cpu_devices=1024), MeshConfig()) == 16
+    assert usable_cpu_devices(TrainingConfig(batch_size=1024), MeshConfig(tensor=10**9)) == 16
