@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import io
 import os
 import re
 import shlex
@@ -530,8 +531,11 @@ def exit_on_error(debug: bool = False) -> Iterator[None]:
     does what the system refuses, such as to write to a full disk. Ctrl-C and a closed pipe
     (`| head`) end it quietly. With `debug`, an error's traceback comes before its sentence."""
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the shell, as in `>&-`
+        if (stream := getattr(sys, name)) is None:  # closed by the shell, as in `>&-`
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - open until the end
+        elif isinstance(stream, io.TextIOWrapper):
+            # Windows writes to a file in an encoding of few characters: others become escapes.
+            stream.reconfigure(errors="backslashreplace")
     try:
         try:
             yield

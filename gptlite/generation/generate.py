@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, UInt32
 
 from gptlite.config import SamplingConfig
 from gptlite.errors import require
@@ -42,6 +42,8 @@ MAX_PREFILL = 512
 
 # `observe(logits, ids)` makes arrays that begin with the axes of rows and tokens.
 Observe = Callable[[Float[Array, "batch tokens vocab"], Int[Array, "batch tokens"]], Any]
+# A key for each row, of either kind that JAX has.
+Keys = Key[Array, " batch"] | UInt32[Array, "batch 2"]
 
 
 class PreparedModel(eqx.Module):
@@ -116,18 +118,21 @@ def begins_with_rows(model: GPT, rows: int) -> bool:
 
 def generate(
     model: GPT | PreparedModel,
-    prompt: Int[Array | np.ndarray, "batch prompt"],
+    prompt: Int[Array | np.ndarray, "*batch prompt"],
     max_new_tokens: int,
     config: SamplingConfig | None = None,
     *,
     lengths: Int[Array | np.ndarray, " batch"] | None = None,
-    key: Key[Array, ""] | None = None,
-    keys: Key[Array, " batch"] | None = None,
-) -> Int[Array, "batch new"]:
-    """`max_new_tokens` tokens after each prompt. The arguments are those of `stream`.
+    key: PRNGKeyArray | None = None,
+    keys: Keys | None = None,
+) -> Int[Array, "*batch new"]:
+    """`max_new_tokens` tokens after each prompt, or after a single one, `[prompt]`. The arguments
+    are those of `stream`.
 
     **Raises:** `UserError` as `stream` does.
     """
+    if prompt.ndim == 1:
+        return generate(model, prompt[None], max_new_tokens, config, key=key, keys=keys)[0]
     options = {"lengths": lengths, "key": key, "keys": keys}
     chunks = list(stream(model, prompt, max_new_tokens, config, **options))
     # With NumPy, because JAX would compile a program for each length.
@@ -142,8 +147,8 @@ def stream(
     config: SamplingConfig | None = None,
     *,
     lengths: Int[Array | np.ndarray, " batch"] | None = None,
-    key: Key[Array, ""] | None = None,
-    keys: Key[Array, " batch"] | None = None,
+    key: PRNGKeyArray | None = None,
+    keys: Keys | None = None,
 ) -> Iterator[Int[Array, "batch chunk"]]:
     """`generate`, a few tokens at a time. Each row is what it would be alone with its key.
 
@@ -162,6 +167,7 @@ def stream(
     """
     _require_values((model, prompt, lengths, key, keys))
     require((key is None) != (keys is None), "Give either key, one for all rows, or keys.")
+    key, keys = map(_typed, (key, keys))
     if key is not None:
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(prompt)))
     assert keys is not None
@@ -216,6 +222,13 @@ def stream(
             tokens = jnp.asarray(np.asarray(tokens)[:, :count])
         yield tokens
         done, length = done + count, np.asarray(length + count)
+
+
+def _typed(keys: Any) -> Any:
+    """Keys that `jax.random.PRNGKey` made, as those of `jax.random.key`."""
+    if keys is None or jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
+        return keys
+    return jax.random.wrap_key_data(keys)
 
 
 def _require_values(tree: Any) -> None:

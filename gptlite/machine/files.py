@@ -1,6 +1,7 @@
 """Files that are written completely or not at all, and locks."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -10,13 +11,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from filelock import AcquireReturnProxy, FileLock, Timeout
+from filelock import FileLock, Timeout
 
 from gptlite.errors import UserError, require
 from gptlite.machine.progress import log, printable
 
 # Bytes of a JSON file. The largest tokenizer that gptlite writes has 6 million.
 MAX_JSON = 2**24
+# Errors of a file system that has no locks.
+NO_LOCKS = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS)
 # How long to wait for another process that does the same work.
 LOCK_SECONDS = 3600.0
 # The largest number in float32 is 3.4e38.
@@ -39,9 +42,9 @@ def folders_with(parent: Path, file: str) -> list[Path]:
     return [path for path in folders if path.name.encode(errors="ignore").decode() == path.name]
 
 
-def lock(path: Path, busy: str, seconds: float = 0.0) -> AcquireReturnProxy:
+def lock(path: Path, busy: str, seconds: float = 0.0) -> contextlib.AbstractContextManager:
     """Lock the file `path`: a context manager, whose exit releases the lock. The system releases
-    it when the process ends.
+    it when the process ends. Some network folders have no locks: then there is none.
 
     **Raises:** `UserError` with the message `busy` if another process holds it for so many
     `seconds`; `OSError`.
@@ -51,9 +54,13 @@ def lock(path: Path, busy: str, seconds: float = 0.0) -> AcquireReturnProxy:
         return FileLock(path, timeout=seconds).acquire()
     except Timeout:
         raise UserError(busy) from None
+    except (OSError, NotImplementedError) as error:
+        if isinstance(error, OSError) and error.errno not in NO_LOCKS:
+            raise
+        return contextlib.nullcontext()
 
 
-def lock_patiently(path: Path, work: str) -> AcquireReturnProxy:
+def lock_patiently(path: Path, work: str) -> contextlib.AbstractContextManager:
     """`lock`, which waits for another process that does the same `work`.
 
     **Raises:** `UserError` if it holds the lock for `LOCK_SECONDS`; `OSError`.
@@ -165,7 +172,8 @@ def sync(path: Path) -> None:
     # Windows flushes only what is opened for writing, and a folder cannot be opened so.
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
-        os.fsync(descriptor)
+        with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
+            os.fsync(descriptor)  # some file systems cannot flush a folder
     finally:
         os.close(descriptor)
 

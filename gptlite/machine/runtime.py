@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 
 from gptlite.config import MeshConfig, TrainingConfig
+from gptlite.errors import told
 
 # Devices that are made of a CPU: each takes threads and memory.
 MIN_DEVICES, MAX_PER_CORE = 16, 8
@@ -18,13 +19,20 @@ def set_up_jax(cpu_devices: int = 1) -> None:
     devices stay those that there are.
 
     JAX's own environment variables, such as JAX_COMPILATION_CACHE_DIR and JAX_NUM_CPU_DEVICES, take
-    precedence.
+    precedence; but not those that change the formats of numbers, such as JAX_ENABLE_X64: a config
+    says them.
+
+    **Raises:** `UserError` if JAX finds no device.
     """
     import jax
 
+    jax.config.update("jax_enable_x64", False)
+    jax.config.update("jax_numpy_dtype_promotion", "standard")
+    jax.config.update("jax_numpy_rank_promotion", "allow")
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(caches / "gptlite" / "xla"))
+        with contextlib.suppress(RuntimeError):  # a user without a home, in some containers
+            caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+            jax.config.update("jax_compilation_cache_dir", str(caches / "gptlite" / "xla"))
     # By default, JAX does not keep programs that compile within a second. A run has several.
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
@@ -39,6 +47,17 @@ def set_up_jax(cpu_devices: int = 1) -> None:
     devices = int(os.environ.get("JAX_NUM_CPU_DEVICES", cpu_devices))
     if devices > (os.cpu_count() or 1):
         os.environ.setdefault("NPROC", str(2 * devices))
+    require_devices()
+
+
+def require_devices() -> None:
+    """**Raises:** `UserError` if JAX finds no device."""
+    import jax
+
+    platforms = os.environ.get("JAX_PLATFORMS")
+    given = "" if platforms is None else f" of the platform {platforms}, as JAX_PLATFORMS says"
+    with told(f"JAX finds no device{given}"):
+        jax.devices()
 
 
 def usable_cpu_devices(training: TrainingConfig, mesh: MeshConfig) -> int:

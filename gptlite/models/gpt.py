@@ -8,12 +8,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from gptlite.config import ModelConfig
 from gptlite.errors import require
 from gptlite.models.build import make_block
-from gptlite.models.transformer import Transformer
+from gptlite.models.transformer import Ids, Transformer
 from gptlite.nn.cache import Cache, read_at, write_at
 from gptlite.nn.context import WHOLE_SEQUENCE, Context, PerSequence, document_starts
 from gptlite.nn.linear import Linear, capped, project
@@ -31,7 +31,6 @@ class GPT(Transformer):
     """
 
     head: Linear | None
-    vocab_size: int = eqx.field(static=True)
     separator: int | None = eqx.field(static=True)
 
     def __init__(
@@ -79,18 +78,22 @@ class GPT(Transformer):
 
     def __call__(
         self,
-        ids: Int[Array, "*batch seq"],
+        ids: Ids,
         *,
         lengths: PerSequence | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "*batch seq vocab"]:
         """Next-token logits at every position. The first `lengths` ids of a sequence are real
-        (default: all); padding follows them. `key` switches dropout on."""
+        (default: all); padding follows them. `key` switches dropout on.
+
+        **Raises:** `UserError` if there are more ids than the context has, or one is none of the
+        vocabulary: see `checked_ids`.
+        """
         return self.with_aux_loss(ids, Context(lengths=lengths), key=key)[0]
 
     def with_aux_loss(
         self,
-        ids: Int[Array, "*batch seq"],
+        ids: Ids,
         context: Context = WHOLE_SEQUENCE,
         *,
         key: PRNGKeyArray | None = None,
@@ -102,7 +105,7 @@ class GPT(Transformer):
 
     def hidden(
         self,
-        ids: Int[Array, "*batch seq"],
+        ids: Ids,
         context: Context = WHOLE_SEQUENCE,
         *,
         key: PRNGKeyArray | None = None,
@@ -110,12 +113,13 @@ class GPT(Transformer):
         """As `Transformer.hidden`; with a separator, `context.document_starts` comes from the
         ids."""
         if self.separator is not None:
+            ids = jnp.asarray(ids)
             starts = document_starts(ids, self.separator)
             context = dataclasses.replace(context, document_starts=starts)
         return super().hidden(ids, context, key=key)
 
     def extend(
-        self, ids: Int[Array, "*batch seq"], cache: Cache, lengths: PerSequence | None = None
+        self, ids: Ids, cache: Cache, lengths: PerSequence | None = None
     ) -> tuple[Float[Array, "*batch seq d_model"], Cache]:
         """Hidden states of ids that follow the tokens in `cache`, and the cache with them added.
 
@@ -125,6 +129,7 @@ class GPT(Transformer):
         **Raises:** `UserError` if they do not fit. (In a compiled function, where `cache.length` is
         not known, the last tokens would be overwritten.)
         """
+        ids = jnp.asarray(ids)
         seq, back = ids.shape[-1], len(self.previous)
         capacity = cache.ids.shape[-1] - back
         length = 0 if isinstance(cache.length, Tracer) else int(jnp.max(cache.length))

@@ -7,9 +7,12 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from gptlite.config import ModelConfig
+from gptlite.errors import require
 from gptlite.models.build import embedding_std, make_part, make_positions
 from gptlite.nn.block import drop, split_key
 from gptlite.nn.context import WHOLE_SEQUENCE, Context
@@ -17,6 +20,30 @@ from gptlite.nn.embedding import Embedding
 from gptlite.nn.positions import token_positions
 from gptlite.nn.stack import Caches, Layers, Stack
 from gptlite.sharding import constrain, gathered
+
+# Ids of tokens. NumPy's are copied to the device.
+Ids = Int[Array | np.ndarray, "*batch seq"]
+
+
+def checked_ids(ids: Ids, vocab_size: int, context_length: int) -> Int[Array, "*batch seq"]:
+    """`ids` as an array of JAX.
+
+    **Raises:** `UserError` if they are more than `context_length`, or one is none of the
+    vocabulary. (In a compiled function, where ids are not known, one beyond the vocabulary is taken
+    for the last of it, and one below 0 has no embedding.)
+    """
+    require(
+        ids.shape[-1] <= context_length,
+        f"The model's context has {context_length} tokens, got a sequence of {ids.shape[-1]}.",
+    )
+    is_known = not isinstance(ids, Tracer) and getattr(ids, "is_fully_addressable", True)
+    if ids.size and is_known:
+        low, high = int(np.asarray(ids).min()), int(np.asarray(ids).max())
+        require(
+            low >= 0 and high < vocab_size,
+            f"Ids must be from 0 to {vocab_size - 1}, got {low if low < 0 else high}.",
+        )
+    return jnp.asarray(ids)
 
 
 class Transformer(eqx.Module):
@@ -28,6 +55,7 @@ class Transformer(eqx.Module):
     stack: Stack | Layers
     norm: Any
     config: ModelConfig = eqx.field(static=True)
+    vocab_size: int = eqx.field(static=True)
 
     def __init__(
         self,
@@ -43,7 +71,7 @@ class Transformer(eqx.Module):
         # `GPT` takes the fourth key for its head.
         embedding_key, positions_key, stack_key, _ = jax.random.split(key, 4)
         d_model = config.d_model
-        self.config = config
+        self.config, self.vocab_size = config, rows
         scale = math.sqrt(d_model) if config.scale_embedding else 1.0
         std = embedding_std(config)
         self.embedding = Embedding(rows, d_model, std=std, scale=scale, key=embedding_key)
@@ -65,13 +93,17 @@ class Transformer(eqx.Module):
 
     def hidden(
         self,
-        ids: Int[Array, "*batch seq"],
+        ids: Ids,
         context: Context = WHOLE_SEQUENCE,
         *,
         key: PRNGKeyArray | None = None,
     ) -> tuple[Float[Array, "*batch seq d_model"], Float[Array, ""]]:
         """The output of the final norm, and what a mixture of experts adds to the training loss.
-        Every layer is given `context`. `key` switches dropout on."""
+        Every layer is given `context`. `key` switches dropout on.
+
+        **Raises:** `UserError` as `checked_ids` does.
+        """
+        ids = checked_ids(ids, self.vocab_size, self.config.context_length)
         hidden, _, aux_loss = self._run(ids, None, None, context, key)
         return hidden, aux_loss
 

@@ -17,6 +17,7 @@ All files are plain data: nothing in a run is executed when it is loaded.
 """
 
 import contextlib
+import itertools
 import os
 import secrets
 import stat
@@ -27,7 +28,6 @@ from types import MappingProxyType
 from typing import NoReturn
 
 import numpy as np
-from filelock import AcquireReturnProxy
 
 from gptlite.config import Config
 from gptlite.errors import UserError, require
@@ -38,6 +38,7 @@ from gptlite.machine.processes import (
     process_count,
     wait_for_main,
 )
+from gptlite.machine.progress import log
 from gptlite.runs.find import check_free, check_path, list_steps
 from gptlite.runs.frozen import FROZEN, save_frozen
 from gptlite.runs.saved_config import save_config, save_sources
@@ -47,6 +48,8 @@ from gptlite.text.tokenizer import Tokenizer
 SEEN_SECONDS = 90.0
 # `is_locked` takes the lock briefly: wait that long before refusing.
 LOCK_SECONDS = 1.0
+# Names that are tried for a run without one.
+MAX_NAMES = 100
 
 
 class RunFolder:
@@ -55,16 +58,22 @@ class RunFolder:
     Every method raises `UserError` where the folder cannot be written.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, *, may_rename: bool = False):
+        """`may_rename`: whether a new run gets another name, where there is one of that name."""
         self.path = path
-        self._lock: AcquireReturnProxy | None = None
+        self._may_rename = may_rename
+        self._lock: contextlib.AbstractContextManager | None = None
 
     def __enter__(self) -> "RunFolder":
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._release()
+
+    def _release(self) -> None:
         if self._lock is not None:
-            self._lock.lock.release()
+            self._lock.__exit__(None, None, None)
+            self._lock = None
 
     def lock(self) -> None:
         """Lock the run.
@@ -79,6 +88,8 @@ class RunFolder:
         with self.writing():
             path = self.path.resolve()
             self._lock = lock(path.with_name(f".{path.name}.lock"), busy, LOCK_SECONDS)
+            if isinstance(self._lock, contextlib.nullcontext):
+                log(f"{path.parent} has no locks: start nothing else that trains {path.name}.")
 
     def create(
         self,
@@ -94,20 +105,34 @@ class RunFolder:
         is not a run), or it cannot be written.
         """
         if is_main_process():
-            self._create(config, tokenizer, frozen, overwrite=overwrite)
+            self._find_place(overwrite=overwrite)
+            self._create(config, tokenizer, frozen)
+        self.path = Path(broadcast_from_main("run folder", str(self.path)))
         self.check_shared()
+
+    def _find_place(self, *, overwrite: bool) -> None:
+        """Lock the run, where there is none of that name."""
+        first = self.path
+        for number in itertools.count(2):
+            try:
+                check_free(self.path, overwrite=overwrite)
+                self.lock()
+                check_free(self.path, overwrite=overwrite)  # another process may have created it
+                break
+            except UserError:
+                if not self._may_rename or number > MAX_NAMES:
+                    raise
+                self._release()
+                self.path = first.with_name(f"{first.name}-{number}")
+        if self.path != first:
+            log(f"Another run began in the same second: this one is {self.path}.")
 
     def _create(
         self,
         config: Config,
         tokenizer: Tokenizer,
         frozen: Mapping[str, np.ndarray],
-        *,
-        overwrite: bool,
     ) -> None:
-        check_free(self.path, overwrite=overwrite)
-        self.lock()
-        check_free(self.path, overwrite=overwrite)  # another process may have created it since
         # Written under another name and renamed when complete.
         new, old = (self.path.with_name(f".{self.path.name}.{what}") for what in ("new", "old"))
         with self.writing():

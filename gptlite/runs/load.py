@@ -10,6 +10,7 @@ from gptlite.errors import UserError, require
 from gptlite.machine.files import behind_links
 from gptlite.machine.progress import log
 from gptlite.machine.records import read_record
+from gptlite.machine.runtime import require_devices
 from gptlite.models.gpt import GPT
 from gptlite.runs.find import checkpoint_of, find_run, list_steps
 from gptlite.runs.frozen import frozen_in
@@ -42,6 +43,7 @@ def load(
     shape than the config says, or a custom block is in none of the files.
     """
     require(weights in ("best", "last"), f"weights must be best or last, got {weights!r}.")
+    require_devices()
     check_files(custom)
     name = None if name is None else str(name)
     if name is not None and (name.startswith("hf:") or _is_hf(Path(name))):

@@ -32,18 +32,19 @@ def make_model(config: ModelConfig, tokenizer: Tokenizer, *, key: PRNGKeyArray) 
     **Raises:** `UserError` if documents are to be separate, and the tokenizer has no end-of-text
     token.
     """
-    model = GPT(
-        config,
-        tokenizer.vocab_size,
-        padded_vocab_size=tokenizer.padded_vocab_size,
-        separator=separator_of(config, tokenizer),
-        key=key,
-    )
-    if config.lora is None:
-        return model
-    from gptlite.adapters import with_adapters
+    with jax.enable_x64(False):  # parameters are in float32, also where JAX_ENABLE_X64 is set
+        model = GPT(
+            config,
+            tokenizer.vocab_size,
+            padded_vocab_size=tokenizer.padded_vocab_size,
+            separator=separator_of(config, tokenizer),
+            key=key,
+        )
+        if config.lora is None:
+            return model
+        from gptlite.adapters import with_adapters
 
-    return with_adapters(model, parse_lora(config.lora), key=key)
+        return with_adapters(model, parse_lora(config.lora), key=key)
 
 
 def abstract_model(config: ModelConfig, tokenizer: Tokenizer) -> GPT:

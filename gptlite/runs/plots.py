@@ -6,6 +6,7 @@ after `%matplotlib inline`, the last line of a cell shows one.
 
 import io
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,7 +56,13 @@ def losses(records: Sequence[Metrics]) -> "Figure":
 
 def blank(width: float, height: float) -> "Figure":
     """An empty figure, its sizes in inches."""
-    # Imported here: it takes a second. Not pyplot, which opens a window system.
-    from matplotlib.figure import Figure
-
+    # Imported here: it takes a second. Not pyplot, which opens a window system. A figure that is
+    # written to a file needs no backend, and MPLBACKEND may name one that this Python lacks, such
+    # as a notebook's.
+    backend = os.environ.pop("MPLBACKEND", None)
+    try:
+        from matplotlib.figure import Figure
+    finally:
+        if backend is not None:
+            os.environ["MPLBACKEND"] = backend
     return Figure(figsize=(width, height), dpi=120, layout="constrained")

@@ -188,13 +188,14 @@ def start_run(arguments: TrainArguments) -> Iterator["TrainingRun"]:
         else:
             now = broadcast_from_main("time", time.strftime("%Y%m%d-%H%M%S"))
             path = new_run(f"{arguments.preset}-{now}" if arguments.run is None else arguments.run)
-            if is_main_process():
+            if is_main_process() and arguments.run is not None:
                 check_free(path, overwrite=arguments.overwrite)
         # Two devices of one of several processes may each wait for a thread that the other holds.
         set_up_jax(usable_cpu_devices(config.training, config.mesh) if process_count() == 1 else 1)
         rows, tokens = config.training.batch_size, config.model.context_length + 1
         require_memory(f"A batch of {rows:,} x {tokens:,} tokens", COPIES * 4 * rows * tokens)
-        folder = stack.enter_context(RunFolder(path))
+        may_rename = arguments.resume is None and arguments.run is None
+        folder = stack.enter_context(RunFolder(path, may_rename=may_rename))
         if arguments.resume is not None:
             folder.open()
         model = load_custom(config.model)  # before what takes time

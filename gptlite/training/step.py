@@ -148,9 +148,9 @@ class TrainSteps:
         with jax.set_mesh(self.mesh):
             return self._run(self.place(batches, count), state)
 
-    def place(self, batches: PyTree, count: int) -> tuple[PyTree, Array, Array | np.ndarray]:
+    def place(self, batches: PyTree, count: int) -> tuple[PyTree, Array, Array]:
         """The arguments of `update` besides the state, on the devices."""
-        seed = np.asarray(self.training.seed, np.int32)  # an argument: a new one compiles nothing
+        seed = jnp.asarray(self.training.seed, jnp.int32)  # an argument: a new one compiles nothing
         return place_batches(batches, self.mesh), jnp.asarray(count), seed
 
     @property

@@ -171,11 +171,31 @@ def test_an_impossible_vocabulary_is_refused(vocab, padded):
         GPT(TINY, vocab, padded_vocab_size=padded, key=jax.random.key(0))
 
 
-def test_learned_positions_end_somewhere():
-    ids = jnp.zeros(TINY.context_length + 1, jnp.int32)
-    with pytest.raises(ValueError, match="end at context_length 12, got a sequence of 13"):
-        forward(tiny_model(positions="learned"), ids)
-    forward(tiny_model(), ids)
+@pytest.mark.parametrize("positions", ["learned", "rotary", "alibi", "none"])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_ids_that_the_model_cannot_have_are_refused(positions, compiled):
+    """A sequence beyond the context, always; an id beyond the vocabulary, where it is known."""
+    model = tiny_model(positions=positions)
+    call = forward if compiled else lambda model, ids: model(ids)
+    long = jnp.zeros(TINY.context_length + 1, jnp.int32)
+    with pytest.raises(UserError, match="context has 12 tokens, got a sequence of 13"):
+        call(model, long)
+    for ids in ([0, VOCAB], [-1, 0]):
+        if not compiled:
+            with pytest.raises(
+                UserError, match=f"Ids must be from 0 to {VOCAB - 1}, got {max(ids, key=abs)}"
+            ):
+                call(model, jnp.array(ids))
+    # Compiled, they are what the docstring says.
+    if compiled:
+        last = call(model, jnp.array([0, VOCAB - 1]))
+        np.testing.assert_array_equal(call(model, jnp.array([0, VOCAB + 5])), last)
+
+
+def test_ids_may_be_numpys():
+    model = tiny_model()
+    for dtype in (np.int32, np.int64):
+        np.testing.assert_array_equal(model(np.asarray(IDS, dtype)), model(IDS))
 
 
 def test_ids_that_are_no_ids_are_refused_by_name():

@@ -12,6 +12,7 @@ import equinox as eqx
 import jax
 import jax.flatten_util
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, PRNGKeyArray
 
@@ -31,6 +32,9 @@ T = TypeVar("T")
 # The most tokens for which a device of a CPU computes the gradient at once: 4 windows of 257 ids.
 # Their activations stay in its caches. (benchmarks/NOTES.md)
 CPU_TOKENS = 1100
+
+# With JAX_DISABLE_JIT, these reach what would have been compiled.
+NUMPY = (np.ndarray, np.generic)
 
 
 def map_over_devices(function: Callable[[Array], Array], x: Array) -> Array:
@@ -104,6 +108,7 @@ def map_rows(function: Callable[[Any, Any], T], mesh: Mesh | None, shared: Any, 
 
     By `shard_map`, so that each device's program is that of its rows alone: for a single row, it
     has no batch axis."""
+    rows = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, NUMPY) else x, rows)
     if mesh is None:
         return function(shared, rows)
     arrays, rest = eqx.partition(shared, eqx.is_array)

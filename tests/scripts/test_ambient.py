@@ -1,0 +1,125 @@
+"""What the scripts find on a user's machine: settings, places and file systems."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, TEXT
+from support.ambient import TINY
+
+pytestmark = pytest.mark.processes
+
+# Characters that the encodings of some consoles do not have are in all that is printed.
+UNI = TEXT + "→é\n" * 20
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A text and a run."""
+    place = tmp_path_factory.mktemp("ambient")
+    (place / "text.txt").write_text(UNI)
+    done = script("train.py", *TINY, "--run", "one", folder=place)
+    assert done.returncode == 0, done.stderr
+    return place
+
+
+def script(
+    name: str, *words: str, folder: Path, **settings: str | None
+) -> subprocess.CompletedProcess:
+    """`python name words...`, in an environment with these settings. None: without it."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | settings
+    return subprocess.run(
+        [sys.executable, str(ROOT / name), *words],
+        cwd=folder,
+        env={name: value for name, value in environment.items() if value is not None},
+        capture_output=True,
+        timeout=300,
+    )
+
+
+RIGHT = {"load": 0, "train": 0, "sample": 0, "compare": 0}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        # A redirection on Windows, in a notebook, of a user without a home.
+        {
+            "PYTHONIOENCODING": "cp1252",
+            "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+            "HOME": "/nonexistent",
+            "JAX_COMPILATION_CACHE_DIR": None,
+            "JAX_DEFAULT_PRNG_IMPL": "rbg",
+            "PYTHONOPTIMIZE": "2",
+        },
+        {
+            **{"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+            **{"MPLBACKEND": "no-such-backend", "COLUMNS": "20", "TERM": "dumb"},
+            **{"XDG_CACHE_HOME": "/dev/null", "JAX_COMPILATION_CACHE_DIR": None},
+            **{"JAX_ENABLE_X64": "1", "PYTHONSAFEPATH": "1"},
+        },
+        {"JAX_DEBUG_NANS": "1", "JAX_CHECK_TRACER_LEAKS": "1"},
+        {"JAX_DISABLE_JIT": "1"},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_all_scripts_run_under_any_settings(place, settings):
+    done = script("tests/support/ambient.py", str(place), folder=place, **settings)
+    assert json.loads(done.stderr.splitlines()[-1]) == RIGHT, done.stderr.decode()[-3000:]
+
+
+@pytest.mark.parametrize("change", ["no home", "no locks"])
+def test_all_scripts_run_on_unusual_machines(place, change):
+    own = dict.fromkeys(("JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME") if "home" in change else ())
+    done = script("tests/support/ambient.py", str(place), change, folder=place, **own)
+    assert json.loads(done.stderr.splitlines()[-1]) == RIGHT, done.stderr.decode()[-3000:]
+    assert (b"has no locks" in done.stdout) == (change == "no locks")
+
+
+@pytest.mark.parametrize("name", ["a b é→ 12:30", "-x=a'b\"c"])
+def test_folders_may_have_any_name_that_checkpoints_can_have(place, tmp_path, name):
+    folder = tmp_path / name
+    shutil.copytree(place, folder)
+    done = script("tests/support/ambient.py", str(folder), folder=folder)
+    assert json.loads(done.stderr.splitlines()[-1]) == RIGHT, done.stderr.decode()[-3000:]
+
+
+def test_a_folder_in_which_no_checkpoint_can_be_kept_is_named(place, tmp_path):
+    folder = tmp_path / "a[1]"
+    shutil.copytree(place, folder)
+    for words in ([*TINY, "--run", "new"], ["--resume", "one", "--data.corpus", "text.txt"]):
+        done = script("train.py", *words, folder=folder)
+        assert done.returncode == 2
+        assert b"the names of folders must be without [, ]" in done.stderr
+    assert script("sample.py", "--run", "one", "--prompt", "T", folder=folder).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["train.py", "sample.py", "compare.py"])
+def test_a_platform_that_is_not_there_is_named(place, name):
+    words = {"sample.py": ["--prompt", "a"], "compare.py": ["--vary", "model.norm=layer"]}
+    done = script(name, *words.get(name, []), folder=place, JAX_PLATFORMS="tpu")
+    assert done.returncode == 2
+    last = done.stderr.decode().splitlines()[-1]
+    assert last.startswith("error: JAX finds no device of the platform tpu, as JAX_PLATFORMS says")
+
+
+def test_runs_that_begin_in_the_same_second_have_names_of_their_own(place):
+    words = [sys.executable, str(ROOT / "train.py"), *TINY]
+    known = set((place / "runs").iterdir())
+    while time.time() % 1 > 0.1:
+        time.sleep(0.01)
+    runs = [
+        subprocess.Popen(words, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        for _ in range(3)
+    ]
+    for run in runs:
+        out, _ = run.communicate(timeout=300)
+        assert run.returncode == 0, out.decode()
+    new = [run for run in set((place / "runs").iterdir()) - known if run.is_dir()]
+    assert len(new) == 3
+    assert all((run / "result.json").exists() for run in new)
