@@ -2,9 +2,15 @@
 `python compare.py --base laptop --vary model.norm=rms,layer,dyt --seeds 5`."""
 
 import dataclasses
+import os
 import shlex
+import signal
 import time
 from pathlib import Path
+
+# From the first moment, because the imports take a part of a second.
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 from gptlite.cli import CompareArguments, parse_compare, run_script
 from gptlite.config import Config
@@ -25,7 +31,7 @@ def compare(parsed: tuple[CompareArguments, dict[str, Config]]) -> None:
     from gptlite.machine.progress import log, progress_bar
     from gptlite.machine.runtime import set_up_jax
     from gptlite.research import plots
-    from gptlite.research.comparison import Comparison
+    from gptlite.research.comparison import Comparison, default_name
     from gptlite.research.report import table, to_csv
     from gptlite.runs.corpora import load_corpus, require_documents
     from gptlite.runs.model import separator_of
@@ -56,13 +62,14 @@ def compare(parsed: tuple[CompareArguments, dict[str, Config]]) -> None:
         if custom:
             log(f"custom blocks: {custom}")
 
-    folder = FOLDER / arguments.name
+    base = next(iter(variants.values()))
+    name = arguments.name or default_name(arguments.base, base, arguments.equal)
+    folder = FOLDER / name
     try:
         held = lock(folder / ".lock", f"The comparison {folder} is being run by another process.")
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error.strerror}.") from error
     with held:
-        base = next(iter(variants.values()))
         comparison = Comparison(folder, base, arguments.equal, tokenizer, split, split.sha256)
         # A mistake in a variant is found before the first one is trained.
         trained = {

@@ -2,7 +2,13 @@
 
 import contextlib
 import math
+import os
+import signal
 import sys
+
+# From the first moment, because the imports take a part of a second.
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import gptlite as gl
 

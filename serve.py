@@ -1,8 +1,13 @@
 """Serve a trained model, with a page for browsers and OpenAI's API: `python serve.py`."""
 
 import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
+
+# From the first moment, because the imports take a part of a second.
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 from gptlite.cli import ServeArguments, parse_serve, run_script
 from gptlite.errors import UserError, require

@@ -1,5 +1,12 @@
 """Train a language model: `python train.py [PRESET] [--section.field value ...]`."""
 
+import os
+import signal
+
+# From the first moment, because the imports take a part of a second.
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
 import gptlite as gl
 
 

@@ -33,5 +33,7 @@ jaxtyping.install_import_hook(
     "gptlite.machine.typecheck.typechecker",
 )
 
+__version__ = "0.1.0"
+
 # The names are listed in __init__.pyi, and imported on first use: `--help` must not wait for JAX.
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

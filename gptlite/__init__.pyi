@@ -1,3 +1,5 @@
+__version__: str
+
 from .cli import (
     SampleArguments as SampleArguments,
     TrainArguments as TrainArguments,
@@ -38,6 +40,7 @@ from .runs.frozen import trainable as trainable
 from .runs.load import load as load
 from .runs.model import abstract_model as abstract_model, make_model as make_model
 from .runs.run import Run as Run
+from .runs.save import save_run as save_run
 from .runs.start import start_run as start_run
 from .runs.tokenizers import make_tokenizer as make_tokenizer
 from .text.batches import Batches as Batches

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import difflib
 import io
 import os
 import re
@@ -12,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import tyro
 
@@ -24,6 +25,7 @@ from gptlite.machine.files import check_folder_name
 from gptlite.machine.names import CUSTOM_FIELDS, CustomBlock, split_options
 from gptlite.machine.processes import DistributedConfig
 from gptlite.machine.progress import print_error, printable, sentence_of
+from gptlite.machine.stop import ends_on_ctrl_c
 from gptlite.presets import PRESETS
 from gptlite.runs.find import find_run
 from gptlite.runs.saved_config import corpus_arguments, load_config
@@ -137,8 +139,9 @@ class SampleArguments:
     model's context length, the text continues from the last half of it."""
 
     prompt: str | None = None
-    """The beginning of the text. If it is longer than the model's context, the model reads its
-    end. Without --prompt and --prompt-file: read from standard input."""
+    """The beginning of the text, which may also be given without --prompt, first. If it is longer
+    than the model's context, the model reads its end. An empty one begins a new document, if the
+    model has a token for that. Without --prompt and --prompt-file: read from standard input."""
 
     prompt_file: str | None = None
     """A file with the beginning of the text."""
@@ -245,7 +248,7 @@ class CompareArguments:
     """Train variants of a model from several seeds each, and test which differences are real.
 
     All seeds of a variant are trained at the same time. Variants are paired by seed: the same seed
-    reads the same batches in the same order. Started again with the same --name, a comparison
+    reads the same batches in the same order. Started again, a comparison
     trains only what is missing; more --vary and more --seeds may be added. The table, a CSV file
     and a picture are written to comparisons/NAME/. (A p-value holds for a number of seeds that was
     chosen beforehand, and for the variants of one table.)"""
@@ -267,8 +270,8 @@ class CompareArguments:
     """What variants have in common. flops, time: steps are chosen so that a variant spends as many
     floating-point operations (of matrix products), or as much time, as the base."""
 
-    name: str = "comparison"
-    """The folder in comparisons/."""
+    name: str | None = None
+    """The folder in comparisons/. Default: made from the base and its settings."""
 
     custom: CustomFiles = ()
     """A file with custom blocks, which may be executed; may be given several times. Its classes may
@@ -284,7 +287,8 @@ class CompareArguments:
 
     def __post_init__(self):
         check_fields("", self)
-        check_folder_name("--name", self.name)
+        if self.name is not None:
+            check_folder_name("--name", self.name)
 
 
 def parse_words(kind: Any, args: Sequence[str], **options: Any) -> Any:
@@ -293,7 +297,55 @@ def parse_words(kind: Any, args: Sequence[str], **options: Any) -> Any:
     safe = [printable(word) for word in args]
     if safe != list(args):
         tyro.cli(kind, args=safe, **options)
+    if not options.get("return_unknown_args"):
+        _suggest(kind, args)
     return tyro.cli(kind, args=args, **options)
+
+
+# Options by the names that others have for them.
+OTHER_NAMES = {
+    "--lr": "--optimizer.learning-rate",
+    "--epochs": "--training.steps",
+    "--max-steps": "--training.steps",
+    "--batch": "--training.batch-size",
+    "--block-size": "--model.context-length",
+    "--dtype": "--training.compute-dtype",
+    "--dataset": "--data.corpus",
+    "--max-tokens": "--max-new-tokens",
+    "--length": "--max-new-tokens",
+    "--model": "--run",
+    "--checkpoint": "--run",
+}
+
+
+def _suggest(kind: Any, args: Sequence[str]) -> None:
+    """**Raises:** `UserError`, which names the option that was meant, if one of `args` is none, and
+    is like one."""
+    known = list(_options(kind))
+    for word in args:
+        option = word.partition("=")[0].replace("_", "-")
+        plain = option.replace("--no-", "--").replace(".no-", ".")
+        if not option.startswith("--") or plain in known or option == "--help":
+            continue
+        require(
+            option != "--preset",
+            "The preset comes first, without a name of its own, as in python train.py laptop.",
+        )
+        meant = [name for name in known if name.lstrip("-").rpartition(".")[2] == option[2:]]
+        meant = meant or [name for name in known if name == OTHER_NAMES.get(option)]
+        meant = meant or difflib.get_close_matches(option, known, 1, 0.75)
+        require(not meant, f"There is no option {option}: did you mean {' or '.join(meant)}?")
+
+
+def _options(kind: Any, prefix: str = "--") -> Iterator[str]:
+    """The names of the options of a command line."""
+    for name, hint in get_type_hints(kind).items():
+        option = f"{prefix}{name.replace('_', '-')}"
+        if dataclasses.is_dataclass(hint):  # `config` and `sampling` have no name of their own
+            flat = name in ("config", "sampling")
+            yield from _options(hint, prefix if flat else f"{option}.")
+        elif option != "--preset":
+            yield option
 
 
 @dataclass(frozen=True)
@@ -424,7 +476,8 @@ def _begun_from(preset: Config, name: str, custom: Sequence[str]) -> Config:
 
 def parse_sample(argv: Sequence[str]) -> SampleArguments:
     """`sample.py`'s command line. `argv` is without the program's name."""
-    return parse_words(SampleArguments, argv)
+    is_prompt = bool(argv) and not argv[0].startswith("-")
+    return parse_words(SampleArguments, ["--prompt", *argv] if is_prompt else argv)
 
 
 def read_prompt(arguments: SampleArguments) -> str:
@@ -528,8 +581,10 @@ def run_script(main: Callable[[A], None], parse: Callable[[Sequence[str]], A]) -
 @contextlib.contextmanager
 def exit_on_error(debug: bool = False) -> Iterator[None]:
     """A `UserError` inside ends the program with its sentence on standard error and code 2, and so
-    does what the system refuses, such as to write to a full disk. Ctrl-C and a closed pipe
-    (`| head`) end it quietly. With `debug`, an error's traceback comes before its sentence."""
+    does what the system refuses, such as to write to a full disk. A closed pipe (`| head`) ends it
+    quietly, and so does Ctrl-C, at once, unless what is inside has a handler of its own: as an
+    exception, it would be lost in callbacks of JAX's. With `debug`, an error's traceback comes
+    before its sentence."""
     for name in ("stdout", "stderr"):
         if (stream := getattr(sys, name)) is None:  # closed by the shell, as in `>&-`
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - open until the end
@@ -538,7 +593,8 @@ def exit_on_error(debug: bool = False) -> Iterator[None]:
             stream.reconfigure(errors="backslashreplace")
     try:
         try:
-            yield
+            with ends_on_ctrl_c():
+                yield
         finally:
             sys.stdout.flush()  # here, where it can still be said that it fails
     except KeyboardInterrupt:

@@ -397,12 +397,12 @@ class SamplingConfig:
     """How the next token is drawn. The filters apply in this order, each to what the one before
     it left."""
 
-    temperature: Annotated[float, Between(1e-6)] = 1.0
-    """Divides the logits: below 1 sharpens the distribution, above 1 flattens it. At least 1e-6.
-    For the most probable token every time, use --greedy."""
+    temperature: Annotated[float, Between(0.0)] = 1.0
+    """Divides the logits: below 1 sharpens the distribution, above 1 flattens it. 0: as --greedy.
+    """
 
-    top_k: Annotated[int | None, Between(1, MAX_INT32)] = None
-    """Draw only from the k most probable tokens."""
+    top_k: Annotated[int | None, Between(0, MAX_INT32)] = None
+    """Draw only from the k most probable tokens. 0: from all."""
 
     top_p: Annotated[float | None, Between(0.0, 1.0, above=True)] = None
     """Draw only from the fewest most probable tokens that together reach probability p."""

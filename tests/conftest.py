@@ -12,6 +12,7 @@ import runpy
 import shutil
 import signal
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -302,6 +303,8 @@ def run_script(name: str, *words: str, folder: Path, stdin: str = "") -> SimpleN
         typed = io.TextIOWrapper(io.BytesIO(stdin.encode()))
         stack.enter_context(mock.patch.object(sys, "stdin", typed))
         stack.enter_context(mock.patch.dict(os.environ, {"COLUMNS": "200"}))
+        if threading.current_thread() is threading.main_thread():
+            stack.callback(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT))
         try:
             if name == "-m":
                 module, *sys.argv[1:] = words

@@ -11,16 +11,19 @@ from gptlite.config import SamplingConfig
 from gptlite.errors import require
 from gptlite.generation.generate import PreparedModel, stream
 from gptlite.models.gpt import GPT
-from gptlite.text.tokenizer import Ids, Tokenizer
+from gptlite.text.tokenizer import Ids, Tokenizer, as_ids
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> Ids:
-    """The ids of a prompt, after those that the model expects before it.
+    """The ids of a prompt, after those that the model expects before it. An empty prompt begins a
+    document, after the id that ends the one before.
 
-    **Raises:** `UserError` if the prompt is empty, or a character is not in the vocabulary.
+    **Raises:** `UserError` if the prompt is empty and the tokenizer has no such ids, or a character
+    is not in the vocabulary.
     """
-    require(bool(prompt), "The prompt is empty: give at least one character.")
-    return np.array([*tokenizer.start_ids, *tokenizer.encode(prompt).tolist()], np.int32)
+    start = tokenizer.start_ids or (() if prompt else tokenizer.end_ids[:1])
+    require(bool(prompt or start), "The prompt is empty: give at least one character.")
+    return as_ids([*start, *(tokenizer.encode(prompt).tolist() if prompt else ())])
 
 
 def stream_texts(

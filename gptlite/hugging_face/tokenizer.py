@@ -17,9 +17,9 @@ from gptlite.hugging_face.components import (
     check_components,
     pre_tokenizers,
 )
+from gptlite.machine.characters import utf8
 from gptlite.machine.files import behind_links, read_bounded
 from gptlite.machine.records import read_record
-from gptlite.text.corpus import utf8
 from gptlite.text.tokenizer import (
     BETWEEN_WORDS,
     END_OF_TEXT,

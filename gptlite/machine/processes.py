@@ -106,9 +106,9 @@ def joined(distributed: DistributedConfig, *, debug: bool = False) -> Iterator[N
         yield
         return
     others = _Others(distributed.missing_seconds)
-    for name in ("SIGTERM", "SIGHUP"):  # as Ctrl-C does
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         number = getattr(signal, name, None)
-        if number is not None and signal.getsignal(number) == signal.SIG_DFL:
+        if number is not None and signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _interrupt)
     try:
         yield

@@ -4,7 +4,28 @@ import contextlib
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from typing import no_type_check
+
+
+def _end(number: int, frame: object) -> None:
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        os.write(2, b"\nstopped\n")
+    os._exit(128 + number)
+
+
+@contextlib.contextmanager
+def ends_on_ctrl_c() -> Iterator[None]:
+    """Inside, Ctrl-C ends the process, unless it is ignored, as in a background job."""
+    handler = signal.getsignal(signal.SIGINT)
+    here = threading.current_thread() is threading.main_thread() and handler != signal.SIG_IGN
+    if here:
+        signal.signal(signal.SIGINT, _end)
+    try:
+        yield
+    finally:
+        if here:
+            signal.signal(signal.SIGINT, handler)
 
 
 # A handler must not be checked: beartype makes a check when a function is first called, and holds a

@@ -16,17 +16,29 @@ def relu2(x: Float[Array, "*batch d_ff"]) -> Float[Array, "*batch d_ff"]:
     return jnp.square(jax.nn.relu(x))
 
 
+def relu(x: Float[Array, "*batch d_ff"]) -> Float[Array, "*batch d_ff"]:
+    """`max(x, 0)`."""
+    return jax.nn.relu(x)
+
+
+def identity(x: Float[Array, "*batch d_ff"]) -> Float[Array, "*batch d_ff"]:
+    """`x`."""
+    return x
+
+
 # The tanh approximation, as in GPT-2 (Hendrycks and Gimpel, 2016, section 2).
-gelu = from_input(jax.nn.gelu)
-silu = from_input(jax.nn.silu)
+gelu = from_input(jax.nn.gelu, f"{__name__}.gelu")
+silu = from_input(jax.nn.silu, f"{__name__}.silu")
+tanh = from_input(jnp.tanh, f"{__name__}.tanh")
+sigmoid = from_input(jax.nn.sigmoid, f"{__name__}.sigmoid")
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": gelu,
     "silu": silu,
-    "relu": jax.nn.relu,
+    "relu": relu,
     "relu2": relu2,
-    "tanh": from_input(jnp.tanh),
-    "sigmoid": from_input(jax.nn.sigmoid),
-    "identity": lambda x: x,
+    "tanh": tanh,
+    "sigmoid": sigmoid,
+    "identity": identity,
 }
 
 

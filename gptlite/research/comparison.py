@@ -68,6 +68,10 @@ def verdicts(results: Sequence[Result]) -> dict[str, Verdict]:
     return judge(base.losses, {result.name: result.losses for result in others})
 
 
+# Folders of the package that decide what a model learns.
+LEARNS = ("models", "nn", "text", "training")
+
+
 class _Record(msgspec.Struct):
     """The record of a variant."""
 
@@ -209,6 +213,7 @@ class Comparison:
             settings |= {f"{name} of the base": x for name, x in settled(self._base, "comparison")}
         for file, source in custom_sources(config.model).items():
             settings[f"version of {file}"] = hashlib.sha256(source).hexdigest()
+        settings["version of gptlite"] = package_sha256()
         return settings
 
     def _choose_steps(self, config: Config, at_once: int) -> int:
@@ -263,6 +268,25 @@ class Comparison:
         each = 4 * state + activation_bytes(model, rows)
         seeds = max(1, int(MEMORY_SHARE * free_memory() / each))
         return max(seeds - seeds % jax.device_count(), 1)
+
+
+@functools.cache
+def package_sha256() -> str:
+    """Changes with every file of the package that decides what a model learns."""
+    root = Path(__file__).resolve().parents[1]
+    checksum = hashlib.sha256()
+    for file in sorted(file for name in LEARNS for file in (root / name).rglob("*.py")):
+        content = file.read_bytes()
+        checksum.update(f"{file.relative_to(root).as_posix()} {len(content)} ".encode() + content)
+    return checksum.hexdigest()
+
+
+def default_name(base: str, config: Config, equal: str) -> str:
+    """The name of a comparison: another one for each base and what is the same for all variants, so
+    that more variants and more seeds can be added."""
+    settings = dict(settled(config, "comparison")) | {"--equal": equal, "data": config.data}
+    text = json.dumps({name: str(value) for name, value in settings.items()}, sort_keys=True)
+    return f"{base}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
 
 
 def _with_steps(config: Config, steps: int) -> Config:

@@ -1,33 +1,36 @@
 """The corpus of a run, by its name: TinyShakespeare, Python's documentation, files, datasets."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from gptlite.errors import UserError, require
 from gptlite.machine.progress import log
 from gptlite.machine.shakespeare import download_shakespeare, load_shakespeare
 from gptlite.machine.text_files import read_file
-from gptlite.text.corpus import DATA_FOLDER, Corpus, text_corpus
+from gptlite.text.corpus import DATA_FOLDER, Corpus, documents, text_corpus
 
 # Links in a folder that are named.
 NAMED_LINKS = 5
 
 
 def load_corpus(
-    name: str = "auto",
+    name: str | Sequence[str] = "auto",
     *,
     data_folder: Path = DATA_FOLDER,
     download: Callable[[float], bytes] = download_shakespeare,
 ) -> Corpus:
-    """Load what `--data.corpus` names (see `DataConfig.corpus`). A text is read once to its end, a
-    dataset is not.
+    """Load what `--data.corpus` names (see `DataConfig.corpus`), or a list of documents. A text is
+    read once to its end, a dataset is not.
 
     Only `auto` falls back to `pydoc`, and logs why.
 
     **Raises:** `UserError` if there is no such corpus, or it cannot be read, is empty, is not UTF-8
     or has only one distinct character.
     """
+    if isinstance(name, list | tuple):
+        return documents(name)
     require(bool(name), "The name of the corpus is empty; see --data.corpus in --help.")
+    name = str(name)
     if name == "auto":
         try:
             return load_corpus("shakespeare", data_folder=data_folder, download=download)

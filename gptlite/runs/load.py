@@ -17,7 +17,7 @@ from gptlite.runs.frozen import frozen_in
 from gptlite.runs.model import abstract_model
 from gptlite.runs.run import Run
 from gptlite.runs.saved_config import changed_sources, load_config
-from gptlite.runs.stored import best_step, load_model
+from gptlite.runs.stored import best_step, load_model, newest_summary
 from gptlite.runs.tokenizers import load_tokenizer
 from gptlite.runs.weights import fill, named_arrays
 
@@ -90,12 +90,16 @@ def _checkpoint(run: Path, weights: Literal["best", "last"]) -> Path:
     if weights == "last":
         return checkpoint_of(run, steps[0])
     best = best_step(run)
-    if best is None:
-        raise UserError(
-            f"The run {run} has no best weights. (No checkpoint that can be read was evaluated.) "
-            "Use its last ones (sample.py --weights last), or resume it (train.py --resume)."
-        )
-    return checkpoint_of(run, best.step)
+    if best is not None:
+        return checkpoint_of(run, best.step)
+    newest = newest_summary(run)
+    require(
+        newest is not None and newest.last.get("step") == steps[0],
+        f"The run {run} has no best weights: the record of {checkpoint_of(run, steps[0])} is "
+        "damaged. Use its last ones (sample.py --weights last), or resume it (train.py --resume).",
+    )
+    log(f"No checkpoint of {run} was evaluated: its last weights are used.")
+    return checkpoint_of(run, steps[0])
 
 
 def _is_hf(folder: Path) -> bool:

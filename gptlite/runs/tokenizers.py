@@ -11,9 +11,10 @@ import msgspec
 import tiktoken
 
 from gptlite.errors import UserError, require
+from gptlite.machine.characters import scan
 from gptlite.machine.names import parse_bpe
 from gptlite.machine.records import read_record
-from gptlite.text.corpus import Corpus, scan
+from gptlite.text.corpus import Corpus, text_corpus
 from gptlite.text.tokenizer import (
     MAX_TOKENIZER,
     ByteTokenizer,
@@ -24,12 +25,15 @@ from gptlite.text.tokenizer import (
 )
 
 
-def make_tokenizer(name: str, corpus: Corpus | None = None) -> Tokenizer:
-    """The tokenizer that `--data.tokenizer` names. `char` and `bpe` are made from `corpus`.
+def make_tokenizer(name: str, corpus: Corpus | str | None = None) -> Tokenizer:
+    """The tokenizer that `--data.tokenizer` names. `char` and `bpe` are made from `corpus`, which
+    may be a text.
 
     **Raises:** `UserError` if there is none of that name, its files cannot be read or fetched, or
     it needs a corpus and none is given.
     """
+    if isinstance(corpus, str):
+        corpus = text_corpus(corpus)
     kind, _, rest = name.partition(":")
     if name == "byte":
         return ByteTokenizer()

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Protocol, TypeVar
 
 from gptlite.config import SamplingConfig
 from gptlite.errors import UserError, require
+from gptlite.generation.text import prompt_ids
 from gptlite.machine.fields import MAX_INT32, Between, check_fields
 from gptlite.machine.records import parse_record
 from gptlite.serving.scores import N_BEST
@@ -29,8 +30,6 @@ MAX_NUMBERS = 2**19
 MAX_STOPS, MAX_STOP = 16, 1000
 # Characters of an error message.
 MAX_MESSAGE = 500
-# A temperature below this is greedy: 0, as OpenAI's API has it.
-MIN_TEMPERATURE = 1e-6
 
 
 class ApiError(Exception):
@@ -83,9 +82,7 @@ class Knobs:
 
     @functools.cached_property
     def sampling(self) -> SamplingConfig:
-        greedy = 0 <= self.temperature < MIN_TEMPERATURE
-        temperature = 1.0 if greedy else self.temperature
-        return SamplingConfig(temperature, self.top_k, self.top_p, self.min_p, greedy)
+        return SamplingConfig(self.temperature, self.top_k, self.top_p, self.min_p)
 
     @property
     def stops(self) -> list[str]:
@@ -271,12 +268,9 @@ def read_prompt(tokenizer: Tokenizer, prompt: Any, most: int) -> Prompt:
             f"{len(prompt):,}.",
         )
         check_text("prompt", prompt)
-        start = list(tokenizer.start_ids)
-        if not prompt and not start:
-            start = list(tokenizer.end_ids[:1])
-            require(bool(start), "prompt must have at least one character.")
-        ids = [*start, *tokenizer.encode(prompt).tolist()] if prompt else start
-        return Prompt(as_ids(ids), len(start), prompt)
+        ids = prompt_ids(tokenizer, prompt)
+        hidden = len(tokenizer.start_ids) if prompt else len(ids)
+        return Prompt(ids, hidden, prompt)
     is_ids = isinstance(prompt, list) and all(type(i) is int for i in prompt)
     require(
         is_ids,

@@ -4,17 +4,13 @@ A corpus of any size is read in pieces, several times. Only `Corpus.text` holds 
 """
 
 import hashlib
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from jaxtyping import Integer
-
-from gptlite.errors import UserError, require
-from gptlite.machine.progress import progress_bar
+from gptlite.errors import require
+from gptlite.machine.characters import scan, utf8
 
 # The clone's data/ folder, independent of the working directory.
 DATA_FOLDER = Path(__file__).resolve().parents[2] / "data"
@@ -120,40 +116,3 @@ def documents(texts: Any, name: str = "documents") -> Corpus:
     for text in texts:
         checksum.update(len(utf8(text)).to_bytes(8, "little") + utf8(text))
     return Corpus(name, checksum.hexdigest(), lambda _: filter(None, texts), is_text=False)
-
-
-def scan(pieces: Iterator[str]) -> tuple[str, int, str]:
-    """The sha256 of a text's UTF-8 bytes, the number of its characters, and the distinct ones,
-    sorted."""
-    checksum, characters = hashlib.sha256(), 0
-    seen = np.zeros(sys.maxunicode + 1, bool)
-    with progress_bar("reading", unit=" characters", delay=2.0) as bar:
-        for piece in pieces:
-            checksum.update(utf8(piece))
-            seen[code_points(piece)] = True
-            characters += len(piece)
-            bar.update(len(piece))
-    return checksum.hexdigest(), characters, "".join(map(chr, np.flatnonzero(seen)))
-
-
-def utf8(text: str) -> bytes:
-    """`text` in UTF-8.
-
-    **Raises:** `UserError` if there is half of a surrogate pair in it, which is no character: JSON
-    may have one, and a command line that is not in UTF-8.
-    """
-    try:
-        return text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        place, wrong = error.start, ord(text[error.start])
-        raise UserError(
-            f"Character {place + 1:,} of the text is half of a surrogate pair (U+{wrong:04X}), "
-            "which is no character of UTF-8."
-        ) from error
-
-
-def code_points(text: str) -> Integer[np.ndarray, " characters"]:
-    """The Unicode code points of `text`, as unsigned integers."""
-    if text.isascii():
-        return np.frombuffer(text.encode("ascii"), np.uint8)
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)

@@ -14,7 +14,7 @@ import tiktoken
 from jaxtyping import Array, Integer
 
 from gptlite.errors import UserError, require, told
-from gptlite.text.corpus import code_points, utf8
+from gptlite.machine.characters import code_points, utf8
 
 # A letter before a space and another letter; a line's end after something, before a letter.
 BETWEEN_WORDS = re.compile(r"[A-Za-z](?= [A-Za-z])|\S\n(?=[A-Za-z])")

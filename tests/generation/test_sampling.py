@@ -149,10 +149,9 @@ def test_greedy_is_the_most_probable_token():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"temperature": -1.0}, "temperature must be at least 1e-06, got -1.0"),
-        ({"temperature": 0.0}, "temperature must be at least 1e-06, got 0.0"),
+        ({"temperature": -1.0}, "temperature must be at least 0.0, got -1.0"),
         ({"temperature": float("nan")}, "temperature"),
-        ({"top_k": 0}, "top_k must be at least 1 .*got 0"),
+        ({"top_k": -1}, "top_k must be at least 0 .*got -1"),
         ({"top_p": 0.0}, "top_p must be above 0.0 and at most 1.0, got 0.0"),
         ({"top_p": 1.5}, "top_p"),
         ({"min_p": -0.1}, "min_p must be at least 0.0 and at most 1.0, got -0.1"),
@@ -161,3 +160,21 @@ def test_greedy_is_the_most_probable_token():
 def test_settings_out_of_range_are_refused(settings, words):
     with pytest.raises(UserError, match=words):
         SamplingConfig(**settings)
+
+
+def test_zero_is_greedy_or_off():
+    """As OpenAI's API, vLLM, llama.cpp and Hugging Face have it."""
+    logits = jax.random.normal(jax.random.key(0), (50, 40))
+    uniform = jax.random.uniform(jax.random.key(1), (50,))
+    cold, greedy, off, plain = (
+        drawn_with(config, logits, uniform)
+        for config in (
+            SamplingConfig(temperature=0.0, top_k=7),
+            SamplingConfig(greedy=True),
+            SamplingConfig(top_k=0),
+            SamplingConfig(),
+        )
+    )
+    np.testing.assert_array_equal(cold, greedy)
+    np.testing.assert_array_equal(off, plain)
+    assert (np.asarray(cold) != np.asarray(plain)).any()

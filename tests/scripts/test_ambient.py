@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -123,3 +124,21 @@ def test_runs_that_begin_in_the_same_second_have_names_of_their_own(place):
     new = [run for run in set((place / "runs").iterdir()) - known if run.is_dir()]
     assert len(new) == 3
     assert all((run / "result.json").exists() for run in new)
+
+
+@pytest.mark.parametrize("name", ["train.py", "sample.py"])
+def test_ctrl_c_ends_a_script_from_the_first_moment(place, name):
+    """Whatever it does: it imports, reads, compiles, trains."""
+    long = [*TINY, "--training.steps", "1000000", "--training.eval-every", "1000000"]
+    words = {"sample.py": ["--run", "one", "--prompt", "T", "--max-new-tokens", "100000000"]}
+    for delay in (0.3, 0.5, 0.8, 1.1, 1.5, 2.0, 2.6, 3.3, 4.5, 6.0):
+        process = subprocess.Popen(
+            [sys.executable, str(ROOT / name), *words.get(name, long)],
+            cwd=place,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        time.sleep(delay)
+        process.send_signal(signal.SIGINT)
+        out, error = process.communicate(timeout=60)
+        assert (process.returncode, b"Traceback" in error) == (130, False), (delay, out, error)

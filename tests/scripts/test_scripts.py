@@ -283,7 +283,7 @@ def run_main(script, argv, monkeypatch, capsys) -> tuple[object, str]:
         (["--prompt", "The 🙂"], "U+1F642"),
         (["--prompt", "T", "--temperature", "-1"], "temperature must be"),
         (["--prompt", "T", "--top-p", "0"], "top_p must be"),
-        (["--prompt", "T", "--top-k", "0"], "top_k must be"),
+        (["--prompt", "T", "--top-k", "-1"], "top_k must be"),
         (["--prompt", "T", "--min-p", "2"], "min_p must be"),
         (["--prompt", "T", "--max-new-tokens", "0"], "max_new_tokens must be at least 1"),
         (["--prompt", "T", "--num-samples", "-2"], "num_samples must be"),

@@ -225,7 +225,7 @@ BAD = [
     ({"temperature": -0.5}, "temperature must be at least 0.0, got -0.5"),
     ({"temperature": 1e999}, "temperature must be at least 0.0"),
     ({"top_p": 0}, "top_p must be above 0.0 and at most 1.0, got 0"),
-    ({"top_k": 0}, "top_k must be at least 1"),
+    ({"top_k": -1}, "top_k must be at least 0"),
     ({"min_p": 2}, "min_p must be at least 0.0 and at most 1.0, got 2"),
     ({"n": 0}, "n must be at least 1"),
     ({"seed": -1}, "seed must be at least 0"),

@@ -1,0 +1,118 @@
+"""Models that were trained in Python, kept as runs."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+from conftest import TINY, run_script
+
+import gptlite as gl
+from gptlite.hugging_face.tokenizer import HFTokenizer, to_hf_tokenizer
+from gptlite.text.tokenizer import ByteTokenizer, TiktokenTokenizer, Tokenizer
+
+TEXT = "the cat sat on the mat. " * 50
+CORPUS = gl.text_corpus(TEXT)
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [gl.make_tokenizer(name, TEXT) for name in ("char", "byte", "bpe:270")]
+    + [HFTokenizer(to_hf_tokenizer(ByteTokenizer()))],
+    ids=["char", "byte", "bpe", "hf"],
+)
+def test_a_model_that_was_trained_in_python_is_a_run(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = gl.make_model(TINY, tokenizer, key=jax.random.key(0))
+    run = gl.save_run("mine", model, tokenizer, gl.TrainingConfig(steps=7))
+    again = gl.load("mine")
+    assert eqx.tree_equal(again.model, model)
+    assert (again.config, again.path) == (run.config, run.path)
+    assert again.tokenizer.to_json() == tokenizer.to_json()
+    text = again.generate("the", max_new_tokens=8, seed=3)
+    words = ["--run", "mine", "--prompt", "the", "--max-new-tokens", "8", "--seed", "3"]
+    assert run_script("sample.py", *words, folder=tmp_path).out == f"{text}\n"
+    with pytest.raises(gl.UserError, match="There is a run at runs/mine already"):
+        gl.save_run("mine", model, tokenizer)
+    assert gl.save_run("mine", model, tokenizer, overwrite=True).config.training.steps == 1200
+
+
+def test_rows_that_the_tokenizer_asks_for_are_added(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = gl.make_tokenizer("bpe:270", TEXT)
+    assert isinstance(tokenizer, TiktokenTokenizer)
+    assert tokenizer.padded_vocab_size > tokenizer.vocab_size
+    model = gl.GPT(TINY, tokenizer.vocab_size, key=jax.random.key(0))
+    gl.save_run("mine", model, tokenizer)
+    again = gl.load("mine").model
+    assert again.embedding.weight.shape == (tokenizer.padded_vocab_size, TINY.d_model)
+    ids = tokenizer.encode(TEXT[:20])
+    # The product with the head has another number of columns.
+    np.testing.assert_allclose(again(ids), model(ids), atol=1e-6)
+
+
+def test_a_run_begins_from_one_with_a_class_of_its_own(tmp_path, monkeypatch):
+    class Mine(eqx.Module):
+        weight: jax.Array
+
+        def __init__(self, config, *, key):
+            self.weight = jax.random.normal(key, (config.d_model, config.d_model))
+
+        def __call__(self, x):
+            return x @ self.weight
+
+    monkeypatch.chdir(tmp_path)
+    tokenizer = gl.make_tokenizer("byte")
+    config = dataclasses.replace(TINY, mlp=Mine)
+    model = gl.make_model(config, tokenizer, key=jax.random.key(0))
+    gl.save_run("mine", model, tokenizer)
+    assert eqx.tree_equal(gl.load("mine", custom=[Mine]).model, model)
+    with pytest.raises(gl.UserError):
+        gl.load("mine")
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (gl.GPT(TINY, 13, key=jax.random.key(0)), "has 13 ids, and the tokenizer 256"),
+        (eqx.nn.Identity(), "is of a GPT, got Identity"),
+    ],
+)
+def test_what_is_no_model_for_the_tokenizer_is_refused(model, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(gl.UserError, match=words):
+        gl.save_run("mine", model, gl.make_tokenizer("byte"))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_texts_and_lists_are_taken_where_a_reader_expects_it():
+    tokenizer: Tokenizer = gl.make_tokenizer("char", TEXT)
+    assert tokenizer.vocab_size == len(set(TEXT))
+    assert list(gl.load_corpus(["a b", "c"]).read(None)) == ["a b", "c"]
+
+
+def test_an_empty_prompt_begins_a_document_where_there_is_a_token_for_that():
+    bpe = gl.make_tokenizer("bpe:270", TEXT)
+    assert gl.prompt_ids(bpe, "").tolist() == list(bpe.end_ids)
+    with pytest.raises(gl.UserError, match="prompt is empty"):
+        gl.prompt_ids(gl.make_tokenizer("byte"), "")
+
+
+def test_one_sequence_and_both_kinds_of_keys():
+    tokenizer = gl.make_tokenizer("byte")
+    model = gl.make_model(TINY, tokenizer, key=jax.random.PRNGKey(0))
+    prompt = tokenizer.encode("the")
+    wanted = gl.generate(model, prompt[None], 5, key=jax.random.key(1))[0]
+    for key in (jax.random.key(1), jax.random.PRNGKey(1)):
+        np.testing.assert_array_equal(gl.generate(model, prompt, 5, key=key), wanted)
+    keys = jax.random.split(jax.random.PRNGKey(2), 3)
+    typed = jax.random.split(jax.random.key(2), 3)
+    prompts = np.tile(prompt, (3, 1))
+    np.testing.assert_array_equal(
+        gl.generate(model, prompts, 5, keys=keys), gl.generate(model, prompts, 5, keys=typed)
+    )
+
+
+def test_the_package_has_a_version():
+    assert gl.__version__.count(".") == 2
