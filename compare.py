@@ -29,7 +29,7 @@ def compare(parsed: tuple[CompareArguments, dict[str, Config]]) -> None:
     from gptlite.custom import custom_arguments, load_custom
     from gptlite.machine.files import lock, write_atomically
     from gptlite.machine.progress import log, progress_bar
-    from gptlite.machine.runtime import set_up_jax
+    from gptlite.machine.runtime import set_up_jax, with_chosen_dtype
     from gptlite.research import plots
     from gptlite.research.comparison import Comparison, default_name
     from gptlite.research.report import table, to_csv
@@ -44,7 +44,7 @@ def compare(parsed: tuple[CompareArguments, dict[str, Config]]) -> None:
     set_up_jax(min(arguments.config.training.cpu_devices, len(seeds)))
 
     variants = {
-        name: dataclasses.replace(config, model=load_custom(config.model))
+        name: with_chosen_dtype(dataclasses.replace(config, model=load_custom(config.model)))
         for name, config in variants.items()
     }
 

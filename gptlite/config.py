@@ -281,10 +281,11 @@ class TrainingConfig:
     label_smoothing: Annotated[float, Between(0.0, 0.99)] = 0.0
     """Share of the target's probability spread over the whole vocabulary (training only)."""
 
-    compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number format of activations and matrix products; parameters, norms, softmax, loss and
-    optimizer stay in float32, and so do evaluation and sampling. On a CPU without bfloat16
-    instructions (AVX512-BF16, AMX), float32 is faster."""
+    optimizer stay in float32, and so do evaluation and sampling. auto: bfloat16 where the device
+    has instructions for it (a CPU with AVX512-BF16 or AMX, a TPU, most GPUs), else float32, which
+    is faster there. The run's config says which one it is."""
 
     cpu_devices: Annotated[int, Between(1, 1024), Free("resume", "comparison")] = 2
     """Without a GPU: how many devices train.py makes of the CPU, each with its own rows of a batch

@@ -41,18 +41,18 @@ _M = dataclasses.replace(_S, n_layers=6, n_heads=6, d_model=384, context_length=
 
 PRESETS: dict[str, tuple[str, Config]] = {
     "quick": (
-        "the default preset: a minute or two on two CPU cores",
+        "the default preset: a minute or two on two CPU cores (for export, see portable)",
         Config(model=ModelConfig(d_ff=256)),
     ),
     "laptop": (
-        "twice as deep, for a few minutes",
+        "twice as deep, for a few minutes (for export, see portable)",
         Config(
             model=ModelConfig(n_layers=6, d_ff=256),
             training=TrainingConfig(steps=1800, eval_every=600),
         ),
     ),
     "portable": (
-        "laptop with blocks that other libraries have: see docs/hugging-face.md",
+        "as good as laptop, with blocks that other libraries have (see docs/hugging-face.md)",
         Config(
             model=ModelConfig(n_layers=6, mlp="swiglu", d_ff=176, embed_previous=0),
             training=TrainingConfig(steps=1800, eval_every=600),

@@ -1,14 +1,18 @@
 """How the scripts configure JAX."""
 
 import contextlib
+import dataclasses
 import math
 import os
 import warnings
 from pathlib import Path
+from typing import Any
 
-from gptlite.config import MeshConfig, TrainingConfig
+from gptlite.config import Config, MeshConfig, TrainingConfig
 from gptlite.errors import told
 
+# Where Linux describes the processor.
+CPUINFO = Path("/proc/cpuinfo")
 # Devices that are made of a CPU: each takes threads and memory.
 MIN_DEVICES, MAX_PER_CORE = 16, 8
 
@@ -58,6 +62,38 @@ def require_devices() -> None:
     given = "" if platforms is None else f" of the platform {platforms}, as JAX_PLATFORMS says"
     with told(f"JAX finds no device{given}"):
         jax.devices()
+
+
+def chosen_dtype(compute_dtype: str, device: Any) -> str:
+    """`training.compute_dtype` for a device of JAX's: `auto` is the faster one (benchmarks/NOTES.md
+    has the figures)."""
+    if compute_dtype != "auto":
+        return compute_dtype
+    if device.platform == "cpu":
+        return "bfloat16" if _has_bfloat16() else "float32"
+    # GPUs of NVIDIA's before Ampere have none. Others do not say.
+    capability = str(getattr(device, "compute_capability", ""))
+    is_old = capability.partition(".")[0].isdecimal() and float(capability) < 8
+    return "float32" if is_old else "bfloat16"
+
+
+def with_chosen_dtype(config: Config) -> Config:
+    """The config, with the number format that `auto` is on this machine."""
+    import jax
+
+    dtype: Any = chosen_dtype(config.training.compute_dtype, jax.devices()[0])
+    training = dataclasses.replace(config.training, compute_dtype=dtype)
+    return dataclasses.replace(config, training=training)
+
+
+def _has_bfloat16() -> bool:
+    """Whether this processor has instructions of x86 for bfloat16. (On others, nothing was
+    measured.)"""
+    try:
+        words = set(CPUINFO.read_text("utf-8", errors="ignore").split())
+    except OSError:
+        return False
+    return bool(words & {"avx512_bf16", "amx_bf16"})
 
 
 def usable_cpu_devices(training: TrainingConfig, mesh: MeshConfig) -> int:

@@ -37,7 +37,7 @@ from gptlite.machine.processes import (
 )
 from gptlite.machine.progress import log
 from gptlite.machine.pytrees import count_parameters, size_of
-from gptlite.machine.runtime import set_up_jax, usable_cpu_devices
+from gptlite.machine.runtime import set_up_jax, usable_cpu_devices, with_chosen_dtype
 from gptlite.machine.stop import Stop
 from gptlite.models.gpt import GPT
 from gptlite.runs.checkpoints import Record
@@ -192,6 +192,10 @@ def start_run(arguments: TrainArguments) -> Iterator["TrainingRun"]:
                 check_free(path, overwrite=arguments.overwrite)
         # Two devices of one of several processes may each wait for a thread that the other holds.
         set_up_jax(usable_cpu_devices(config.training, config.mesh) if process_count() == 1 else 1)
+        dtype: Any = with_chosen_dtype(config).training.compute_dtype
+        dtype = broadcast_from_main("number format", dtype)  # processors may differ
+        training = dataclasses.replace(config.training, compute_dtype=dtype)
+        config = dataclasses.replace(config, training=training)
         rows, tokens = config.training.batch_size, config.model.context_length + 1
         require_memory(f"A batch of {rows:,} x {tokens:,} tokens", COPIES * 4 * rows * tokens)
         may_rename = arguments.resume is None and arguments.run is None
@@ -275,8 +279,8 @@ class TrainingRun:
         step = self.position.step
         log(
             f"{self._parameters:,} parameters{note} on {steps.mesh.size} "
-            f"{steps.mesh.devices.flat[0].platform} device(s); run folder {self.path}"
-            + (f", from step {step}" if step else "")
+            f"{steps.mesh.devices.flat[0].platform} device(s), {steps.training.compute_dtype}; run "
+            f"folder {self.path}" + (f", from step {step}" if step else "")
         )
         custom = custom_arguments(self.config.model)
         if custom:

@@ -376,7 +376,7 @@ def _inside(inside: Inside, tokenizer: Tokenizer) -> dict[str, Any]:
         "layers": [
             {
                 "name": layer.name,
-                "row": np.round(layer.row, 4).tolist(),
+                "row": [list(map(finite, head)) for head in np.round(layer.row, 4).tolist()],
                 # A byte for each cell of each head.
                 "maps": [base64.b64encode(_bytes(head)).decode() for head in layer.maps],
                 "side": layer.maps.shape[-1],
@@ -397,5 +397,5 @@ def _inside(inside: Inside, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _bytes(weights: np.ndarray) -> bytes:
-    """0 to 1 as 0 to 255."""
-    return np.round(255 * np.clip(weights, 0, 1)).astype(np.uint8).tobytes()
+    """0 to 1 as 0 to 255. NaN, of a model that diverged, as 0."""
+    return np.round(255 * np.clip(np.nan_to_num(weights), 0, 1)).astype(np.uint8).tobytes()

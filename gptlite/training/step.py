@@ -1,5 +1,6 @@
 """The optimizer step: everything between a batch and new parameters, compiled as one."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from gptlite.machine.batch_reader import check_batch
 from gptlite.machine.memory import require_memory
 from gptlite.machine.mesh import abstract, check_rows, local_rows, place, place_batches
 from gptlite.machine.pytrees import Trainable, cast, is_parameter
+from gptlite.machine.runtime import chosen_dtype
 from gptlite.nn.dtypes import widen
 from gptlite.nn.kernels.row_keys import row_key
 from gptlite.nn.kernels.rows import default_parts, mean_by_rows, n_row_shards
@@ -88,6 +90,8 @@ class TrainSteps:
         not fit the model.
         """
         check_rows(mesh, training.batch_size // (training.accumulation or 1))
+        dtype: Any = chosen_dtype(training.compute_dtype, mesh.devices.flat[0])
+        training = dataclasses.replace(training, compute_dtype=dtype)
         self.mesh, self.training = mesh, training
         self._loss_fn, self._loss_mask = loss_fn, loss_mask
         self.trainable = trainable

@@ -2,13 +2,15 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
 
 from gptlite.config import MeshConfig, TrainingConfig
+from gptlite.machine import runtime
 from gptlite.machine.memory import free_in_container, free_memory
-from gptlite.machine.runtime import usable_cpu_devices
+from gptlite.machine.runtime import chosen_dtype, usable_cpu_devices
 
 PROGRAM = """
 import json, os
@@ -106,3 +108,32 @@ def test_no_more_devices_are_made_of_a_cpu_than_the_machine_can_have(monkeypatch
     assert usable_cpu_devices(TrainingConfig(batch_size=1024), MeshConfig(data=1024)) == 2
     assert usable_cpu_devices(TrainingConfig(batch_size=1024, cpu_devices=1024), MeshConfig()) == 16
     assert usable_cpu_devices(TrainingConfig(batch_size=1024), MeshConfig(tensor=10**9)) == 16
+
+
+@pytest.mark.parametrize(
+    ("platform", "words", "capability", "dtype"),
+    [
+        ("cpu", "flags : fpu avx avx2 fma", None, "float32"),
+        ("cpu", "flags : avx512f avx512_vnni", None, "float32"),
+        ("cpu", "flags : avx512f avx512_bf16", None, "bfloat16"),
+        ("cpu", "flags : avx512f amx_bf16 amx_tile", None, "bfloat16"),
+        ("cpu", "Features : fp asimd bf16 i8mm", None, "float32"),  # ARM
+        ("cpu", None, None, "float32"),  # no Linux
+        ("gpu", None, "7.5", "float32"),
+        ("gpu", None, "8.0", "bfloat16"),
+        ("gpu", None, "9.0", "bfloat16"),
+        ("gpu", None, "gfx942", "bfloat16"),
+        ("tpu", None, None, "bfloat16"),
+    ],
+)
+def test_the_number_format_is_that_of_the_device(
+    platform, words, capability, dtype, tmp_path, monkeypatch
+):
+    if words is not None:
+        (tmp_path / "cpuinfo").write_text(words)
+    monkeypatch.setattr(runtime, "CPUINFO", tmp_path / "cpuinfo")
+    given = {} if capability is None else {"compute_capability": capability}
+    device = SimpleNamespace(platform=platform, **given)
+    assert chosen_dtype("auto", device) == dtype
+    for given in ("float32", "bfloat16"):
+        assert chosen_dtype(given, device) == given

@@ -347,3 +347,12 @@ def test_the_pictures_of_comparisons(address, folder, monkeypatch, tmp_path):
     linked.mkdir()
     (linked / "comparison.png").symlink_to(folder / "text.txt")
     assert answer(address, "/page/comparisons/linked")[0] == 404
+
+
+def test_the_inside_of_a_model_that_is_not_a_number_can_be_seen():
+    model = jax.tree.map(lambda x: x * jnp.nan if eqx.is_inexact_array(x) else x, served_model())
+    with serving(model) as address:
+        status, found, _ = answer(address, "/page/look", {"ids": TEXT_IDS[:5], "place": 4})
+        assert status == 200
+        assert found["layers"][0]["row"] == [[None] * 5] * TINY.n_heads
+        assert found["guesses"][0]["best"][0][2] is None

@@ -31,7 +31,7 @@ MORE = {
     "relative-experts-sandwich-scan": "--model.remat block --optimizer.weight-decay 0.1",
 }
 PRESETS = {
-    "quick": "quick",
+    "quick": "quick --training.compute-dtype bfloat16",
     "quick, float32, AdamW": "quick --training.compute-dtype float32 --optimizer.name adamw "
     "--optimizer.learning-rate 1e-3",
     "s": "s",
