@@ -231,7 +231,8 @@ class OptimizerConfig:
     """With wsd: share of all steps, at the end, over which the learning rate falls."""
 
     final_fraction: Annotated[float, Between(0.0, 1.0)] = 0.0
-    """With cosine, linear and wsd: the last learning rate as a share of the peak."""
+    """With cosine, linear and wsd: the learning rate of the last step as a share of the peak. With
+    0, it would be 0 after the last step."""
 
     beta1: Annotated[float, Between(0.0, 0.999999)] = 0.9
     """Adam's decay of the mean of gradients (muon's own momentum is 0.95)."""

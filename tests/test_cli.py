@@ -170,7 +170,7 @@ def test_unknown_arguments_are_refused(words):
 def test_errors_of_the_command_line_are_shown_on_any_terminal(encoding):
     for words, said in (
         ("--training.steps many", "invalid literal"),
-        ("--trainig.keep", "--training.keep INT"),
+        ("--trainig.keep", "--training.keep"),
         ("--training.keep 0", "must be at least 1"),
     ):
         done = subprocess.run(

@@ -1,6 +1,7 @@
 """Documents of a Hugging Face dataset, one after the other: from the hub, or from files in its
 formats, here or at an address."""
 
+import codecs
 import glob
 import itertools
 import os
@@ -166,7 +167,7 @@ def _bound(builder: Any, source: str) -> None:
     elif builder.name in ("csv", "json"):
         if ".tsv" in source.lower():
             builder.config.sep = "\t"
-        meter, generate = Meter(), builder._generate_tables
+        meter, generate = Meter(is_json=builder.name == "json"), builder._generate_tables
 
         def tables(base_files: Any, files_iterables: Any, **words: Any) -> Iterator[Any]:
             files = [map(meter.open, some) for some in files_iterables]
@@ -197,8 +198,8 @@ def _text_tables(base_files: Any, files_iterables: Any) -> Iterator[Any]:
 class Meter:
     """Counts what is read of files for one table of rows."""
 
-    def __init__(self):
-        self.taken = 0
+    def __init__(self, *, is_json: bool):
+        self.taken, self.is_json = 0, is_json
 
     def open(self, file: Any) -> "Metered":
         return Metered(xopen(file, "rb"), str(file), self)
@@ -209,6 +210,7 @@ class Metered:
 
     def __init__(self, file: Any, name: str, meter: Meter):
         self._file, self._name, self._meter = file, name, meter
+        self._is_json = meter.is_json
         self._rest = b""
 
     def _next(self) -> bytes:
@@ -228,6 +230,12 @@ class Metered:
             length += len(part)
         content = b"".join(parts)
         content, self._rest = content[:size], content[size:]
+        # The library reads from the beginning of a line. At rows that are all null it crashes.
+        first = content.removeprefix(codecs.BOM_UTF8).lstrip()[:1]
+        require(
+            not self._is_json or size == sys.maxsize or first in (b"", b"{", b"["),
+            f"{self._name} is not lines of JSON objects: one begins with {first!r}.",
+        )
         return content
 
     def readline(self) -> bytes:

@@ -86,8 +86,8 @@ def find_run(name: str | None) -> Path:
         newest = max(runs, key=_saved_at, default=None)
         if newest is None or not list_steps(newest):
             raise UserError(
-                f"There is no trained model in {RUNS_FOLDER}/ yet: run `python train.py` first, or "
-                "name one with --run."
+                f"There is no trained model in {RUNS_FOLDER.absolute()} yet: run `python train.py` "
+                "first, in this folder, or name a run's folder with --run."
             )
         return newest
     is_name = name.strip() != "" and CONTROL.search(name) is None
@@ -95,4 +95,8 @@ def find_run(name: str | None) -> Path:
     for path in (Path(name), RUNS_FOLDER / name):
         if os.path.isfile(path / "config.json"):
             return path
-    raise UserError(f"{name} is not a run: neither it nor {RUNS_FOLDER / name} has a config.json.")
+    places = (
+        [name] if Path(name).parts[:1] == RUNS_FOLDER.parts else [name, f"{RUNS_FOLDER}/{name}"]
+    )
+    looked = " and no ".join(f"{place}/config.json" for place in places)
+    raise UserError(f"There is no run {name}: no {looked} in {Path.cwd()}.")

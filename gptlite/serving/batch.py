@@ -216,6 +216,11 @@ class Batch:
         """Bytes of what is kept of texts that wait."""
         return sum(size_of(aside.state) for aside in self._aside.values())
 
+    @property
+    def n_aside(self) -> int:
+        """Texts that wait, with what their rows had."""
+        return len(self._aside)
+
     def is_aside(self, text: ServedText) -> bool:
         """Whether the text was being generated, and waits."""
         return text in self._aside

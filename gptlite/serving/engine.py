@@ -141,7 +141,9 @@ class Engine:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._waiting or self._begun)
+                self._changed.wait_for(
+                    lambda: self._closed or self._waiting or self._begun or self._batch.n_aside
+                )
                 if self._closed:
                     break
             try:

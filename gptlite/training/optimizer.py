@@ -24,18 +24,20 @@ def make_schedule(config: OptimizerConfig, steps: int) -> Callable[[ArrayLike], 
     """The learning rate of each step as a share of its peak, in 0 to 1."""
     warmup = round(config.warmup_fraction * steps)
     rest = max(1, steps - warmup)
-    final = config.final_fraction
+    # The last step is at the end of the decay; a step at 0 would change nothing.
+    final, last = config.final_fraction, 1 if config.final_fraction > 0 else 0
     if config.schedule == "cosine":
-        after = optax.cosine_decay_schedule(1.0, rest, alpha=final)
+        after = optax.cosine_decay_schedule(1.0, max(1, rest - last), alpha=final)
     elif config.schedule == "linear":
-        after = optax.linear_schedule(1.0, final, rest)
+        after = optax.linear_schedule(1.0, final, max(1, rest - last))
     elif config.schedule == "constant":
         after = optax.constant_schedule(1.0)
     elif config.schedule == "noam":
         after = functools.partial(_inverse_sqrt, warmup + 1)
     else:
         decay = max(1, round(config.decay_fraction * steps))
-        after = optax.linear_schedule(1.0, final, decay, transition_begin=max(0, rest - decay))
+        begin = max(0, rest - decay)
+        after = optax.linear_schedule(1.0, final, max(1, decay - last), transition_begin=begin)
     if warmup > 0:
         # From 1 / (warmup + 1): a first step at 0 would change nothing.
         rise = optax.linear_schedule(1.0 / (warmup + 1), 1.0, warmup)

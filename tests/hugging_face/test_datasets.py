@@ -360,6 +360,14 @@ def test_a_line_of_any_length_in_a_few_bytes_is_refused(tmp_path, monkeypatch, n
         split_corpus(documents(tmp_path / name), ByteTokenizer(), folder=tmp_path / "ids")
 
 
+@pytest.mark.parametrize("content", ["null\n" * 5, "3\n", '"a"\n', "true", " \n null\n"])
+def test_lines_that_are_no_objects_are_refused(tmp_path, content):
+    """At rows that are all null, the library that parses them crashes."""
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(UserError, match="is not lines of JSON objects"):
+        split_corpus(documents(tmp_path / "a.jsonl"), ByteTokenizer(), folder=tmp_path / "ids")
+
+
 def test_a_packed_text_without_lines_is_read_in_pieces(tmp_path):
     with gzip.GzipFile(tmp_path / "a.txt.gz", "wb", compresslevel=1) as file:
         for _ in range(20):

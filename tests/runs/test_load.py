@@ -118,7 +118,7 @@ def manifest(run: Path) -> Path:
             lambda p: resave(p, {"model.norm.weight": np.ones(3, "f4")}),
             r"norm\.weight is float32\[3\] where the config calls for float32\[16\]",
         ),
-        (lambda p: (p / "config.json").unlink(), "is not a run: neither"),
+        (lambda p: (p / "config.json").unlink(), "There is no run "),
         (lambda p: (p / "config.json").write_text("{}"), "not a readable gptlite config"),
         (
             lambda p: (p / "config.json").write_text(

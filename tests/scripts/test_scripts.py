@@ -288,7 +288,10 @@ def run_main(script, argv, monkeypatch, capsys) -> tuple[object, str]:
         (["--prompt", "T", "--max-new-tokens", "0"], "max_new_tokens must be at least 1"),
         (["--prompt", "T", "--num-samples", "-2"], "num_samples must be"),
         (["--prompt", "T", "--seed", "-1"], "seed must be"),
-        (["--prompt", "T", "--run", "absent"], "absent is not a run: neither"),
+        (
+            ["--prompt", "T", "--run", "absent"],
+            "There is no run absent: no absent/config.json and no runs/",
+        ),
         (["--prompt-file", "absent.txt"], "absent.txt"),
         (["--prompt", "T", "--prompt-file", "rhyme.txt"], "not with both"),
         (["--prompt", "T", "--max-new-tokens", "many"], "many"),

@@ -2,17 +2,19 @@
 
 Runs of strangers, models in Hugging Face's format and comparisons (each file damaged, forged, or
 replaced by a link, a pipe, a folder, a huge file, or another name of a file outside; folders
-replaced by links; checkpoints with a forged record and a right digest), texts, prompts, and options
-with extreme values. Every case must end with exit code 0, or with 2 and one message (or with 1,
-where `check_block` names a block's mistakes). A traceback, a wait of more than 20 seconds, more
-than 2 GB of memory, a control character, a change outside of the run, and the execution of anything
-from the run are findings.
+replaced by links; checkpoints with a forged record and a right digest), tokenizers of any parts,
+chat templates, datasets with their cards, texts, prompts, and options with extreme values, in
+processes with all kinds of settings. Every case must end with exit code 0, or with 2 and one
+message (or with 1, where `check_block` names a block's mistakes). A traceback, a wait of more than
+20 seconds, more than 2 GB of memory, a control character, a change outside of the run, and the
+execution of anything from the run are findings.
 
 The scripts run in a process of their own, which lives for many cases.
 """
 
 import contextlib
 import copy
+import gzip
 import io
 import json
 import os
@@ -27,8 +29,9 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, get_type_hints
 from unittest import mock
 
@@ -49,6 +52,7 @@ TINY = (
 TRAIN = TINY.split()
 COMPARE = [*TRAIN, "--seeds", "2", "--vary", "model.norm=layer", "--name", "kept"]
 CHECK_BLOCK, EXPORT = "gptlite.research.check_block", "gptlite.export"
+CHAT = "support.chat_once"
 ESTIMATE = "gptlite.estimate"
 BLOCK = """
 import equinox as eqx
@@ -101,7 +105,7 @@ def fuzz(
         if worker is None or worker.cases >= CASES_PER_WORKER:
             if worker is not None:
                 worker.close()
-            worker = Worker(folder)
+            worker = Worker(folder, random.Random(f"{seed} {done}").choice(SETTINGS))
         chance = random.Random(f"{seed} {done}")
         restore(folder, made)
         kind, script, argv = draw_case(chance, folder, comparisons)
@@ -131,7 +135,7 @@ def fuzz(
 def draw_case(chance: random.Random, folder: Path, comparisons: bool) -> tuple[str, str, list[str]]:
     """What is attacked, the script, and its arguments."""
     kinds = {of_run: 12, of_options: 6, of_prompt: 2, of_corpus: 2, of_training: 3, of_block: 1}
-    kinds |= {of_import: 5}
+    kinds |= {of_import: 5, of_tokenizer: 5, of_template: 3, of_dataset: 4}
     kinds |= {of_comparison: 3} if comparisons else {}
     return chance.choices(list(kinds), list(kinds.values()))[0](chance, folder)
 
@@ -170,6 +174,223 @@ def of_import(chance: random.Random, folder: Path) -> tuple[str, str, list[str]]
         return f"sample {name} {what}", "sample", argv
     argv = ["--init-from", "hf:hf", "--data.corpus", "text.txt", "--training.steps", "2"]
     return f"train {name} {what}", "train", [*argv, "--training.batch-size", "2"]
+
+
+# Parts of a tokenizer.json: known ones, and what strangers may put there.
+REGEXES = [
+    r"(?:.{0,200}){3}(?![\s\S])",
+    r"(a+)+$",
+    r"(?<=a*)b",
+    r"[",
+    r"\p{L}+",
+    r"[^\s]+|\s+",
+    r" ?[^(\s|[.,!?…])]+",
+    "",
+    r"\d{1,3}",
+    r"(?=x)",
+    r".*",
+    r"\s+(?!\S)|\s+",
+    "a" * 5000,
+]
+STRINGS = ["", "a", "▁", " ", "aa", "é", "a" * 3000, "\x1b[2J", "\u202e", "🙂" * 40]
+
+
+def pattern(chance: random.Random) -> Any:
+    kind = chance.choice(["String", "Regex"])
+    return {kind: chance.choice(REGEXES if kind == "Regex" else STRINGS)}
+
+
+def part(chance: random.Random, name: str, depth: int = 0) -> Any:
+    """A normalizer, pre-tokenizer, decoder, post-processor or model."""
+    if depth < 3 and chance.random() < 0.3:
+        inside = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers"}
+        inside |= {"decoder": "decoders", "post_processor": "processors"}
+        if name in inside:
+            steps = [part(chance, name, depth + 1) for _ in range(chance.choice([0, 1, 2, 3, 6]))]
+            return {"type": "Sequence", inside[name]: steps}
+    text, number = chance.choice(STRINGS), chance.choice([0, 1, -1, 3, 2**31, 10**9])
+    space = {"add_prefix_space": chance.random() < 0.5, "trim_offsets": True, "use_regex": True}
+    meta = {"replacement": chance.choice(STRINGS), "prepend_scheme": chance.choice(["always", "x"])}
+    replace = {"type": "Replace", "pattern": pattern(chance), "content": text}
+    piece = {"SpecialToken": {"id": chance.choice(["<x>", "a", text]), "type_id": 0}}
+    single = [piece] * chance.choice([1, 1, 30]) + [{"Sequence": {"id": "A", "type_id": 0}}]
+    ids = {"<x>": {"id": "<x>", "ids": [chance.choice([0, 1, 2**31, 2**40])], "tokens": ["<x>"]}}
+    known: dict[str, list[Any]] = {
+        "normalizer": [
+            *({"type": x} for x in ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents")),
+            *({"type": x} for x in ("Nmt", "ByteLevel", "BertNormalizer")),
+            {"type": "Strip", "strip_left": True, "strip_right": True},
+            {"type": "Prepend", "prepend": text},
+            {"type": "Precompiled", "precompiled_charsmap": chance.choice(["", "AAAA", "x" * 400])},
+            replace,
+            replace,
+        ],
+        "pre_tokenizer": [
+            {"type": "ByteLevel", **space},
+            {"type": "Metaspace", "split": chance.random() < 0.5, **meta},
+            {"type": "Split", "pattern": pattern(chance), "behavior": "Isolated", "invert": False},
+            {"type": "Split", "pattern": pattern(chance), "behavior": "Removed", "invert": True},
+            {"type": "Digits", "individual_digits": True},
+            {"type": "FixedLength", "length": number},
+            *({"type": x} for x in ("Whitespace", "WhitespaceSplit", "BertPreTokenizer")),
+            {"type": "CharDelimiterSplit", "delimiter": chance.choice(["a", "", "ab"])},
+            {"type": "Punctuation", "behavior": "Isolated"},
+        ],
+        "decoder": [
+            {"type": "ByteLevel", **space},
+            {"type": "Fuse"},
+            {"type": "ByteFallback"},
+            {"type": "Metaspace", "split": True, **meta},
+            {"type": "Strip", "content": chance.choice(STRINGS), "start": number, "stop": number},
+            replace,
+            {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        ],
+        "post_processor": [
+            {"type": "ByteLevel", **space},
+            {"type": "TemplateProcessing", "single": single, "pair": [], "special_tokens": ids},
+            {"type": "TemplateProcessing", "single": single, "pair": [], "special_tokens": {}},
+            {"type": "BertProcessing", "sep": ["a", number], "cls": ["a", number]},
+        ],
+        "model": [
+            {"type": "WordLevel", "vocab": {"a": 0, text: number}, "unk_token": text},
+            {"type": "Unigram", "unk_id": number, "vocab": [["a", -1.0], [text, 0.0]]},
+            {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": number}, "merges": [["a", "b"]]},
+            {"type": "WordPiece", "vocab": {"a": 0}, "unk_token": text},
+        ],
+    }
+    return chance.choice([*known[name], None, extreme(chance)])
+
+
+def of_tokenizer(chance: random.Random, folder: Path) -> tuple[str, str, list[str]]:
+    """A tokenizer.json with some other parts, and prompts that ask a lot of them."""
+    path = folder / "hf" / "tokenizer.json"
+    record = json.loads(path.read_bytes())
+    names = ["normalizer", "pre_tokenizer", "decoder", "post_processor", "model"]
+    for name in chance.sample(names, chance.choice([1, 1, 2, 3])):
+        made = part(chance, name)
+        keep = name == "model" and isinstance(made, dict) and chance.random() < 0.6
+        record[name] = record["model"] | {"dropout": 0.5, "unk_token": "<x>"} if keep else made
+    path.write_text(json.dumps(record))
+    prompt = chance.choice(["The", "the " * 700, "a" * 2000, " " * 3000, "naïve café 🙂", "\n\n a"])
+    if chance.random() < 0.6:
+        argv = ["--run", "hf:hf", f"--prompt={prompt}", "--max-new-tokens", "8"]
+        return "sample with another tokenizer", "sample", argv
+    argv = [*TRAIN, "--data.tokenizer", "hf:hf", "--run", "new", "--training.steps", "2"]
+    return "train with another tokenizer", "train", argv
+
+
+EXPRESSIONS = [
+    *(
+        "7 ** 99999999 ** 9",
+        "'a' * 6000000000",
+        "(" * 3000 + "1" + ")" * 3000,
+        "range(10**9) | list",
+    ),
+    *("messages[0].content * 3000000000", "''.__class__.__mro__", "messages.append(1)", "1 // 0"),
+    *("messages | tojson", "messages[0]['content']", "x.y.z", "raise_exception('\x1b[2J')"),
+    *(
+        "lipsum(10**6)",
+        "cycler.__init__.__globals__",
+        "strftime_now('%Y' * 10**6)",
+        "'%s' % messages",
+    ),
+    *("'%999999999d' % 1", "'{:>999999999}'.format(1)", "messages | sort | pprint", "bos_token"),
+    *("[1] * 10**9", "namespace(a=1).a", "(1, ) * 10**10", "'a' | center(10**10)"),
+]
+STATEMENTS = [
+    "{% for m in messages %}{{ m.content }}{% endfor %}",
+    "{% for a in range(99999) %}{% for b in range(99999) %}{{ a }}{% endfor %}{% endfor %}",
+    "{% for a in messages %}" * 25 + "{% endfor %}" * 25,
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "{% set x = 'a' %}" + "{% set x = x ~ x %}" * 40 + "{{ x }}",
+    "{% include 'x' %}",
+    "{% import 'os' as os %}",
+    "{% generation %}a{% endgeneration %}",
+    "{% while true %}",
+    "{%",
+    "a" * 2_000_000,
+]
+
+
+def of_template(chance: random.Random, folder: Path) -> tuple[str, str, list[str]]:
+    content = "".join(
+        chance.choice(STATEMENTS)
+        if chance.random() < 0.4
+        else f"{{{{ {chance.choice(EXPRESSIONS)} }}}}"
+        for _ in range(chance.choice([1, 1, 2, 4]))
+    )
+    if chance.random() < 0.5:
+        (folder / "hf" / "chat_template.jinja").write_text(content)
+    else:
+        path = folder / "hf" / "tokenizer_config.json"
+        special = {"bos_token": chance.choice(["<s>", extreme(chance)]), "chat_template": content}
+        path.write_text(json.dumps(json.loads(path.read_bytes()) | special))
+    return "chat template", CHAT, ["hf", chance.choice(["The", "", "a" * 9000])]
+
+
+CARDS = [
+    "a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\nd: [*c, *c]",
+    "configs:\n- config_name: x\n  data_files: ../text.txt",
+    "configs:\n- config_name: x\n  data_files: /etc/passwd",
+    "configs:\n- config_name: x\n  data_files: https://127.0.0.1:1/x.jsonl",
+    "configs:\n- config_name: x\n  data_files: '*'",
+    "configs: 3",
+    "configs:\n- 3",
+    "dataset_info:\n  features:\n  - name: text\n    dtype: int64",
+    "dataset_info:\n  features:\n  - name: text\n    dtype: {x: y}",
+    "a: " + "[" * 5000,
+    "!!python/object/apply:os.system ['touch EXECUTED']",
+    "\x00",
+    "a: b\na: b",
+]
+
+
+def of_dataset(chance: random.Random, folder: Path) -> tuple[str, str, list[str]]:
+    """A folder or a file in the formats of datasets."""
+    texts = [{"text": f"line {i} of a text"} for i in range(40)]
+    plain = "".join(json.dumps(x) + "\n" for x in texts).encode()
+    big = b'{"text": "' + b"a" * 2**20 + b'"}\n'
+    contents = {
+        "jsonl": [plain, plain[:-5], b"[" + plain, json.dumps(texts).encode(), big, b"", b"null\n"],
+        "csv": [b"text\n" + b"a line\n" * 40, b'text\n"' + b"a" * 2**20, b"", b"a,b\n1,2\n"],
+        "txt": [*TEXTS, plain],
+        "parquet": [b"PAR1" + b"\x00" * 40 + b"PAR1", b"PAR1", plain],
+        "xml": [b"<a/>"],
+        "pkl": [b"cos\nsystem\n(S'touch EXECUTED'\ntR."],
+    }
+    data = folder / "data"
+    data.mkdir()
+    for i in range(chance.choice([1, 1, 3])):
+        suffix = chance.choice(list(contents))
+        content = chance.choice(contents[suffix])
+        stem = chance.choice([f"train-{i}", "a:b", "x[1]", "é", ".hidden", "*"])
+        packed = chance.choice(["", "", ".gz", ".zst"])
+        path = data / f"{stem}.{suffix}{packed}"
+        path.write_bytes(gzip.compress(content) if packed == ".gz" else content)
+    if chance.random() < 0.5:
+        name = chance.choice(["README.md", ".huggingface.yaml"])
+        card = chance.choice(CARDS)
+        (data / name).write_text(f"---\n{card}\n---\n" if name == "README.md" else card)
+    if chance.random() < 0.2:
+        (data / "link.jsonl").symlink_to(chance.choice(["/proc/self/status", "../text.txt", "x"]))
+    where = chance.choice(["data", "data", str(chance.choice(sorted(data.iterdir())))])
+    more = chance.choice(["", "", ":train", ":train:text", f":{chance.choice(WORDS)}"])
+    tokenizer = chance.choice(["char", "byte", "bpe:260"])
+    argv = [*TRAIN, f"--data.corpus=hf:{where}{more}", "--data.tokenizer", tokenizer]
+    return "train dataset", "train", [*argv, "--run", "new", "--training.steps", "2"]
+
+
+# Settings of a user's machine. Each process has one of these.
+SETTINGS: list[dict[str, str]] = [
+    {},
+    {},
+    {"PYTHONIOENCODING": "cp1252"},
+    {"PYTHONIOENCODING": "ascii", "LC_ALL": "C"},
+    {"HOME": "/nonexistent", "MPLBACKEND": "module://matplotlib_inline.backend_inline"},
+    {"MPLBACKEND": "no-such-backend", "JAX_ENABLE_X64": "1"},
+    {"JAX_DEFAULT_PRNG_IMPL": "rbg", "PYTHONOPTIMIZE": "1"},
+    {"JAX_NUM_CPU_DEVICES": "1", "JAX_DEBUG_NANS": "1"},
+]
 
 
 def forge_record(chance: random.Random, folder: Path) -> str:
@@ -473,12 +694,14 @@ def outside(folder: Path, before: dict[str, tuple[int, int]]) -> str | None:
 
 
 class Worker:
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, settings: Mapping[str, str] = MappingProxyType({})):
         self.cases = 0
         environment = os.environ | {  # with what conftest.py has set
             "JAX_COMPILATION_CACHE_DIR": str(folder.with_name(folder.name + ".cache")),
             "COLUMNS": "200",
+            "HF_HUB_OFFLINE": "1",
         }
+        environment |= settings
         self._process = subprocess.Popen(
             [sys.executable, __file__],
             cwd=folder,
@@ -528,7 +751,7 @@ def serve() -> None:
             stack.enter_context(mock.patch.object(sys, "argv", [f"{script}.py", *argv]))
             stack.enter_context(mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO())))
             try:
-                if script in (CHECK_BLOCK, EXPORT, ESTIMATE):
+                if script in (CHECK_BLOCK, EXPORT, ESTIMATE, CHAT):
                     runpy.run_module(script, run_name="__main__")
                 else:
                     runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")

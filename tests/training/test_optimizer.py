@@ -67,14 +67,26 @@ def test_schedules_rise_to_the_peak_and_end_where_they_should(schedule):
     factors = curve(schedule)
     np.testing.assert_allclose(factors[:11], np.linspace(1 / 11, 1, 11), rtol=1e-5)
     assert np.all(np.diff(factors[10:]) <= 1e-6)
-    np.testing.assert_allclose(factors[100], 1.0 if schedule == "constant" else 0.25, rtol=1e-5)
+    np.testing.assert_allclose(factors[99], 1.0 if schedule == "constant" else 0.25, rtol=1e-5)
+    to_zero = curve(schedule, final_fraction=0.0)
+    if schedule != "constant":
+        assert to_zero[99] > 0
+        np.testing.assert_allclose(to_zero[100], 0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+def test_the_last_of_a_few_steps_is_at_the_final_fraction(schedule):
+    config = OptimizerConfig(schedule=schedule, final_fraction=0.1)
+    factors = [float(make_schedule(config, 10)(step)) for step in range(10)]
+    assert factors[0] == 1.0
+    np.testing.assert_allclose(factors[-1], 0.1, rtol=1e-5)
 
 
 def test_schedules_between_warm_up_and_end():
-    np.testing.assert_allclose(curve("linear")[55], (1 + 0.25) / 2, rtol=1e-5)
-    np.testing.assert_allclose(curve("cosine")[55], (1 + 0.25) / 2, rtol=1e-5)
-    np.testing.assert_allclose(curve("cosine")[32], 0.25 + 0.75 * (1 + np.cos(np.pi * 22 / 90)) / 2)
-    np.testing.assert_allclose(curve("wsd")[[10, 60, 80]], [1, 1, (1 + 0.25) / 2], rtol=1e-5)
+    np.testing.assert_allclose(curve("linear")[55], 1 - 0.75 * 45 / 89, rtol=1e-5)
+    cosine = 0.25 + 0.75 * (1 + np.cos(np.pi * np.array([22, 45]) / 89)) / 2
+    np.testing.assert_allclose(curve("cosine")[[32, 55]], cosine, rtol=1e-5)
+    np.testing.assert_allclose(curve("wsd")[[10, 60, 86]], [1, 1, 1 - 0.75 * 26 / 39], rtol=1e-5)
 
 
 def test_without_warm_up_the_first_step_is_at_the_peak():
