@@ -166,7 +166,10 @@ class _Tensors:
                     tensors: Any = safetensors.safe_open(path, "numpy")
                     self._files |= dict.fromkeys(tensors.keys(), tensors)
         except OSError as error:
-            raise UserError(f"The weights in {folder} cannot be read: {error}.") from error
+            raise UserError(
+                f"The weights in {folder} cannot be read: {error}. (Only the safetensors format is "
+                "read.)"
+            ) from error
         self._left = set(self._files)
 
     def get(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
