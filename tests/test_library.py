@@ -45,7 +45,7 @@ def test_a_model_is_loaded_by_any_of_its_names(place, monkeypatch):
     for name in ("hf:exported", "exported", Path("exported")):
         np.testing.assert_allclose(logits(gl.load(name)), wanted, rtol=1e-5, atol=1e-6)
     assert not np.allclose(logits(gl.load("old")), wanted, atol=1e-3)
-    for name, words in (("absent", "absent is not a run"), ("hf:absent", "absent")):
+    for name, words in (("absent", "There is no run absent"), ("hf:absent", "absent")):
         with pytest.raises(gl.UserError, match=words):
             gl.load(name)
     with pytest.raises(gl.UserError, match="leave --weights last out"):

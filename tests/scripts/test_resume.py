@@ -85,7 +85,7 @@ def test_what_may_not_change_is_refused_by_name(place, words, said, monkeypatch,
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--resume", "absent"], "absent is not a run"),
+        (["--resume", "absent"], "There is no run absent"),
         (["--resume", ""], "no run named ''"),
         (["quick", "--resume", "whole"], "leave the preset quick out"),
         (["--resume"], "resume"),
