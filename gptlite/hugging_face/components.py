@@ -85,9 +85,10 @@ def check_components(record: Any) -> None:
         _check_prefix(step.get("replacement", ""))
     for step in _steps(record, "post_processor", "processors"):
         _check(step.get("type") in POST_PROCESSORS, "post_processor", step.get("type"))
-        known, text = step.get("special_tokens") or {}, str(step.get("single"))
-        pieces = re.findall(r"'SpecialToken': \{'id': ('[^']*'|\"[^\"]*\")", text)
-        _check(all(piece[1:-1] in known for piece in pieces), "post_processor", pieces)
+        pieces, known = step.get("single") or (), step.get("special_tokens") or {}
+        named = [x["SpecialToken"]["id"] for x in pieces if "SpecialToken" in x]
+        # At one that is absent, the library would panic.
+        _check(all(name in known for name in named), "post_processor", named)
 
 
 def pre_tokenizers(record: Mapping[str, Any]) -> list[Any]:

@@ -54,8 +54,8 @@ def lock(path: Path, busy: str, seconds: float = 0.0) -> contextlib.AbstractCont
         return FileLock(path, timeout=seconds).acquire()
     except Timeout:
         raise UserError(busy) from None
-    except (OSError, NotImplementedError) as error:
-        if isinstance(error, OSError) and error.errno not in NO_LOCKS:
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
             raise
         return contextlib.nullcontext()
 

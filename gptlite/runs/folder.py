@@ -31,7 +31,7 @@ import numpy as np
 
 from gptlite.config import Config
 from gptlite.errors import UserError, require
-from gptlite.machine.files import lock, remove, write_json
+from gptlite.machine.files import is_locked, lock, remove, write_json
 from gptlite.machine.processes import (
     broadcast_from_main,
     is_main_process,
@@ -75,21 +75,25 @@ class RunFolder:
             self._lock.__exit__(None, None, None)
             self._lock = None
 
+    @property
+    def _lock_path(self) -> Path:
+        # Next to the run folder, because `--overwrite` replaces the folder. Resolved, so that all
+        # spellings of the path share one lock.
+        path = self.path.resolve()
+        return path.with_name(f".{path.name}.lock")
+
     def lock(self) -> None:
         """Lock the run.
 
         **Raises:** `UserError` if another process trains it.
         """
-        # Next to the run folder, because `--overwrite` replaces the folder. Resolved, so that all
-        # spellings of the path share one lock.
         if self._lock is not None or not is_main_process():
             return
         busy = f"The run {self.path} is being trained by another process: wait for it, or stop it."
         with self.writing():
-            path = self.path.resolve()
-            self._lock = lock(path.with_name(f".{path.name}.lock"), busy, LOCK_SECONDS)
+            self._lock = lock(self._lock_path, busy, LOCK_SECONDS)
             if isinstance(self._lock, contextlib.nullcontext):
-                log(f"{path.parent} has no locks: start nothing else that trains {path.name}.")
+                log(f"{self.path.parent} has no locks: start nothing else that trains {self.path}.")
 
     def create(
         self,
@@ -120,7 +124,8 @@ class RunFolder:
                 check_free(self.path, overwrite=overwrite)  # another process may have created it
                 break
             except UserError:
-                if not self._may_rename or number > MAX_NAMES:
+                is_taken = self.path.exists() or is_locked(self._lock_path)
+                if not (self._may_rename and is_taken) or number > MAX_NAMES:
                     raise
                 self._release()
                 self.path = first.with_name(f"{first.name}-{number}")
