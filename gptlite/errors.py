@@ -23,5 +23,6 @@ def told(sentence: str) -> Iterator[None]:
     except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
         raise
     except BaseException as error:
-        reason = str(error).strip().partition("\n")[0][:300] or repr(error)
+        nothing = "it is empty" if isinstance(error, StopIteration) else repr(error)
+        reason = str(error).strip().partition("\n")[0][:300] or nothing
         raise UserError(f"{sentence}: {reason.removesuffix('.')}.") from error

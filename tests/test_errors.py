@@ -18,6 +18,11 @@ def test_whatever_a_library_raises_is_told_in_a_sentence(error):
         raise error
 
 
+def test_a_library_that_finds_nothing_says_so():
+    with pytest.raises(UserError, match=r": it is empty\.$"), told("The file cannot be read"):
+        next(iter(()))
+
+
 @pytest.mark.parametrize("kind", [UserError, KeyboardInterrupt, SystemExit, MemoryError])
 def test_what_is_no_error_of_the_library_goes_on(kind):
     with pytest.raises(kind, match=r"^a$"), told("x"):
