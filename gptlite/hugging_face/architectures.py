@@ -435,10 +435,12 @@ class _Import:
     def require(self, name: str, *allowed: Any, default: Any = None) -> Any:
         """The value of a field, which must be one of `allowed`."""
         value = self.get(name, default)
-        if value not in allowed:
+        found = [x for x in allowed if x == value]
+        if not found:
             choices = " or ".join(repr(x) for x in allowed)
-            raise UserError(f"The model's {name} is {value!r}: gptlite has {choices} only.")
-        return value
+            shown = repr(value)[:100]
+            raise UserError(f"The model's {name} is {shown}: gptlite has {choices} only.")
+        return found[0]  # 1 is True
 
     def left(self) -> Iterator[str]:
         """The fields that were not asked for and may change what is computed."""

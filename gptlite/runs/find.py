@@ -98,5 +98,5 @@ def find_run(name: str | None) -> Path:
     places = (
         [name] if Path(name).parts[:1] == RUNS_FOLDER.parts else [name, f"{RUNS_FOLDER}/{name}"]
     )
-    looked = " and no ".join(f"{place}/config.json" for place in places)
+    looked = " and no ".join(str(Path(place, "config.json")) for place in places)
     raise UserError(f"There is no run {name}: no {looked} in {Path.cwd()}.")

@@ -307,6 +307,15 @@ def test_what_gptlite_does_not_have_is_refused_by_its_field(fields, words, tmp_p
         load_hf(str(tmp_path))
 
 
+@pytest.mark.parametrize(("value", "wanted"), [(1, True), (1.0, True), (0, False), (-0.0, False)])
+def test_a_number_that_is_true_or_false_is_that(value, wanted):
+    fields = {"model_type": "llama", **SHAPE}
+    for name in ("attention_bias", "tie_word_embeddings"):
+        found, same = (from_hf_config(fields | {name: x}) for x in (value, wanted))
+        assert found == same
+        assert repr(found) == repr(same)
+
+
 # Fields of rotary positions as they were and are written, and the theta that they mean.
 ROPE = {
     "nothing": ({}, 1e4),
