@@ -18,6 +18,7 @@ from datasets import config
 from datasets.builder import Key
 from datasets.streaming import extend_dataset_builder_for_streaming
 from datasets.utils.file_utils import xopen
+from pyarrow import parquet
 
 from gptlite.errors import UserError, require, told
 from gptlite.machine.files import behind_links, read_bounded
@@ -27,7 +28,7 @@ from gptlite.text.corpus import Corpus
 
 # The formats of single files, by the ends of their names.
 FORMATS = {
-    **{".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "csv", ".txt": "text"},
+    **{".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".txt": "text"},
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),
 }
 PACKED = (".gz", ".zst", ".xz", ".bz2")
@@ -35,8 +36,10 @@ PACKED = (".gz", ".zst", ".xz", ".bz2")
 # bytes may have a line of any length.
 MAX_TABLE = 2**28
 BLOCK = 2**18
-# Rows of a Parquet file that are read at once, and rows in which a text is looked for.
+# Rows of a Parquet file that are read at once, at most, and rows in which a text is looked for.
 ROWS = 1000
+# How often the bytes of a Parquet file's row group may hold more than they are.
+MAX_RATIO = 100
 # Bytes and marks of a dataset's card.
 MAX_CARD, MAX_MARKS = 2**20, 20_000
 
@@ -56,6 +59,11 @@ def open_dataset(name: str) -> Corpus:
     kind = next((kind for suffix, kind in FORMATS.items() if end.endswith(suffix)), None)
     if os.path.isdir(source):
         kind = None
+    require(
+        kind is not None or not os.path.isfile(source),
+        f"{source} is none of the files that gptlite reads: their names end with "
+        f"{', '.join(FORMATS)}, and {', '.join(PACKED)} behind it where they are packed.",
+    )
     # `datasets` raises a dozen unrelated kinds of errors.
     with told(f"The dataset {source} cannot be loaded"):
         if kind is None:
@@ -163,7 +171,15 @@ def _bound(builder: Any, source: str) -> None:
     if builder.name == "text":
         builder._generate_tables = _text_tables
     elif builder.name == "parquet":
-        builder.config.batch_size = ROWS
+
+        def tables_of_groups(files: Any, row_groups_list: Any) -> Iterator[Any]:
+            for shard, (file, groups) in enumerate(zip(files, row_groups_list, strict=True)):
+                with xopen(file, "rb") as content:
+                    for number, batch in enumerate(_parquet_batches(content, file, groups)):
+                        table = pyarrow.Table.from_batches([batch])
+                        yield Key(shard, number), builder._cast_table(table)
+
+        builder._generate_tables = tables_of_groups
     elif builder.name in ("csv", "json"):
         if ".tsv" in source.lower():
             builder.config.sep = "\t"
@@ -193,6 +209,25 @@ def _text_tables(base_files: Any, files_iterables: Any) -> Iterator[Any]:
                 pieces = read_text(content, file)  # pyright: ignore[reportArgumentType]
                 for number, piece in enumerate(pieces):
                     yield Key(shard, number), pyarrow.table({"text": [piece]})
+
+
+def _parquet_batches(content: Any, file: str, groups: Any) -> Iterator[Any]:
+    """The rows of some of a Parquet file's groups, or of all. The library's own reader expands a
+    whole group, in which one value may stand for any number of rows."""
+    reader = parquet.ParquetFile(content)
+    for i in range(reader.num_row_groups) if groups is None else groups:
+        group = reader.metadata.row_group(i)
+        columns = [group.column(j) for j in range(group.num_columns)]
+        size = sum(column.total_uncompressed_size for column in columns)
+        packed = sum(column.total_compressed_size for column in columns)
+        require(
+            size <= max(MAX_TABLE, MAX_RATIO * packed),
+            f"{file} has {packed:,} bytes that stand for {size:,}: at most {MAX_RATIO} times as "
+            "many are expected.",
+        )
+        # A row is not larger than its group.
+        n_rows = max(1, min(ROWS, MAX_TABLE // max(size, 1)))
+        yield from reader.iter_batches(n_rows, row_groups=[i])
 
 
 class Meter:

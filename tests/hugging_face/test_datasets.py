@@ -394,11 +394,40 @@ def test_a_card_of_a_stranger_is_bounded(folder, card, words, name):
         documents(folder)
 
 
+def test_a_value_of_a_parquet_file_that_stands_for_many_rows_is_expanded_for_a_few(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("gptlite.hugging_face.datasets.MAX_TABLE", 2**24)
+    one, path = "a" * 2**20, tmp_path / "a.parquet"
+    text = pa.DictionaryArray.from_arrays(pa.array([0] * 2000, pa.int32()), pa.array([one]))
+    pyarrow.parquet.write_table(pa.table({"text": text}), path, store_schema=False)
+    pool = pa.default_memory_pool()
+    before = pool.bytes_allocated()
+    texts = iter(documents(path).read(None))
+    for _ in range(40):
+        assert next(texts) == one
+        assert pool.bytes_allocated() - before < 2**27  # of 2,000 MiB
+
+
+def test_a_parquet_file_whose_bytes_stand_for_too_many_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("gptlite.hugging_face.datasets.MAX_TABLE", 2**24)
+    table = pa.table({"text": ["a" * 2**25]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", compression="zstd")
+    with pytest.raises(UserError, match="at most 100 times as many are expected"):
+        split_corpus(documents(tmp_path / "a.parquet"), ByteTokenizer(), folder=tmp_path / "ids")
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path):
+    (tmp_path / "a.arrow").write_bytes(b"")
+    with pytest.raises(UserError, match=r"a\.arrow is none of the files .* \.parquet, \.csv"):
+        documents(tmp_path / "a.arrow")
+
+
 def test_a_dataset_of_another_kind_is_refused(tmp_path):
     folder = tmp_path / "other"
     folder.mkdir()
     (folder / "a.xml").write_text("<a>text</a>")
-    with pytest.raises(UserError, match="is of the kind xml: gptlite reads arrow, csv, json"):
+    with pytest.raises(UserError, match="is of the kind xml: gptlite reads csv, json"):
         documents(folder)
 
 
