@@ -36,7 +36,10 @@ PACKED = (".gz", ".zst", ".xz", ".bz2")
 # bytes may have a line of any length.
 MAX_TABLE = 2**28
 BLOCK = 2**18
-# Rows of a Parquet file that are read at once, at most, and rows in which a text is looked for.
+# Rows of a Parquet file that are read at once, at most: what it says of its size may be a lie.
+# (1,000 at once take 6 µs a row, 16 take 8.)
+PARQUET_ROWS = 16
+# Rows in which a text is looked for.
 ROWS = 1000
 # How often the bytes of a Parquet file's row group may hold more than they are.
 MAX_RATIO = 100
@@ -226,7 +229,7 @@ def _parquet_batches(content: Any, file: str, groups: Any) -> Iterator[Any]:
             "many are expected.",
         )
         # A row is not larger than its group.
-        n_rows = max(1, min(ROWS, MAX_TABLE // max(size, 1)))
+        n_rows = max(1, min(PARQUET_ROWS, MAX_TABLE // max(size, 1)))
         yield from reader.iter_batches(n_rows, row_groups=[i])
 
 
