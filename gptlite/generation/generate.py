@@ -25,6 +25,7 @@ from gptlite.machine.memory import check_cache_memory
 from gptlite.machine.mesh import is_on_cpu, is_whole, replicate, row_mesh
 from gptlite.machine.pytrees import size_of
 from gptlite.models.gpt import GPT
+from gptlite.models.transformer import checked_ids
 from gptlite.nn.cache import Cache, read_at
 from gptlite.nn.context import PerSequence
 from gptlite.nn.kernels.decoding import rearranged
@@ -161,9 +162,9 @@ def stream(
     - `keys`: in place of `key`, a key for each row. `jax.vmap` uses only the first of keys of the
       kind `rbg`, so that a row depends on the others.
 
-    **Raises:** `UserError` if there is neither a key nor keys, or both, a prompt is empty or longer
-    than the context, memory is too small, the devices of a `PreparedModel` cannot share the rows
-    evenly, or JAX traces an argument, as inside `jax.jit`.
+    **Raises:** `UserError` if there is neither a key nor keys, or both, a prompt is empty, longer
+    than the context or has an id beyond the vocabulary, memory is too small, the devices of a
+    `PreparedModel` cannot share the rows evenly, or JAX traces an argument, as inside `jax.jit`.
     """
     _require_values((model, prompt, lengths, key, keys))
     require((key is None) != (keys is None), "Give either key, one for all rows, or keys.")
@@ -186,7 +187,9 @@ def stream(
             tokens <= longest,
             f"lengths must be at most {longest}, the width of prompt, got {tokens}.",
         )
-    if max_new_tokens < 1:
+    checked_ids(prompt, whole.vocab_size, longest)
+    require(max_new_tokens >= 0, f"max_new_tokens must be 0 or more, got {max_new_tokens}.")
+    if max_new_tokens == 0:
         return
     config = SamplingConfig() if config is None else config
     sampling = Sampling.of([config] * len(prompt))

@@ -2,31 +2,35 @@
 or end the process: so each part, and each pattern, is one that is known, and a text grows little.
 """
 
-import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from gptlite.errors import require
 from gptlite.text.tokenizer import PATTERNS
 
-# How many characters may come of one, by all normalizers together.
+# Steps of each part: those of real tokenizers are fewer than ten, and each reads the whole text.
+MAX_STEPS = 64
+# How many characters may come of one, by all normalizers or decoders together.
 MAX_GROWTH = 32
 # The most that each of them makes of a character (Unicode Standard Annex 15, section 17).
 GROWTH = {
     **{"NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "Lowercase": 3, "BertNormalizer": 3},
     **{"ByteLevel": 4, "Strip": 1, "StripAccents": 1, "Nmt": 1, "Prepend": 1},
 }
-MODELS = ("BPE", "Unigram", "WordLevel", "WordPiece")
+MODELS = ("BPE", "Unigram", "WordLevel")
 PRE_TOKENIZERS = (
     *("ByteLevel", "Metaspace", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit"),
     *("BertPreTokenizer", "CharDelimiterSplit", "UnicodeScripts"),
 )
+DECODERS = ("ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace")
 POST_PROCESSORS = ("TemplateProcessing", "ByteLevel", "BertProcessing", "RobertaProcessing")
 # Characters of a text that is put before another one.
 MAX_PREFIX = 100
 # Ids that are put before a text.
 MAX_START = 16
+# Characters of a token of a Unigram model: it looks for the longest one at each character.
+MAX_PIECE = 128
 
 # PATTERNS without possessive quantifiers, which the other library reads differently. They only make
 # the search faster.
@@ -68,16 +72,21 @@ _ONE_KIND = re.compile(rf"(?: \??)?(?:{_SET}|\[(?:[^\[\]\\]|{_SET})+\])(?:\+|\{{
 def check_components(record: Any) -> None:
     """**Raises:** `UserError` if a part of the `tokenizer.json` in `record` is not known."""
     require(isinstance(record, dict), "A tokenizer.json is a JSON object.")
-    model = record.get("model")
-    kind = model.get("type", "BPE") if isinstance(model, dict) else model
-    _check(kind in MODELS, "model", kind)
-    growth = math.prod(map(_growth, _steps(record, "normalizer", "normalizers")))
-    require(
-        growth <= MAX_GROWTH,
-        f"The tokenizer's normalizers may make {growth:,} characters of one, at most "
-        f"{MAX_GROWTH} are allowed.",
-    )
-    for step in _steps(record, "pre_tokenizer", "pretokenizers"):
+    _check_model(record.get("model"))
+    for name, steps, kinds in (
+        ("normalizer", _steps(record, "normalizer", "normalizers"), (*GROWTH, "Replace")),
+        ("decoder", decoders(record), DECODERS),
+    ):
+        growth = 1
+        for step in steps:
+            _check(step.get("type") in kinds, name, step.get("type"))
+            growth *= _growth(name, step)
+        require(
+            growth <= MAX_GROWTH,
+            f"The tokenizer's {name}s may make {growth:,} characters of one, at most {MAX_GROWTH} "
+            "are allowed.",
+        )
+    for step in pre_tokenizers(record):
         pattern = step.get("pattern")
         is_split = step.get("type") == "Split"
         known = is_known_pattern(pattern) if is_split else step.get("type") in PRE_TOKENIZERS
@@ -87,13 +96,42 @@ def check_components(record: Any) -> None:
         _check(step.get("type") in POST_PROCESSORS, "post_processor", step.get("type"))
         pieces, known = step.get("single") or (), step.get("special_tokens") or {}
         named = [x["SpecialToken"]["id"] for x in pieces if "SpecialToken" in x]
-        # At one that is absent, the library would panic.
+        # At one that is absent, and at a second text, the library would panic.
+        texts = [x["Sequence"]["id"] for x in pieces if "Sequence" in x]
         _check(all(name in known for name in named), "post_processor", named)
+        _check(texts in ([], ["A"]), "post_processor", texts)
+        n_ids = sum(len(known[name]["ids"]) for name in named)
+        require(
+            n_ids <= 2 * MAX_START,
+            f"The tokenizer puts {n_ids:,} ids around a text: at most {2 * MAX_START} are allowed.",
+        )
+
+
+def _check_model(model: Any) -> None:
+    kind = model.get("type", "BPE") if isinstance(model, dict) else model
+    _check(kind in MODELS, "model", kind)
+    # One that a merge lacks makes the library panic; no model that gptlite reads has one.
+    prefix = model.get("continuing_subword_prefix")
+    _check(not prefix, "model", {"continuing_subword_prefix": prefix})
+    for name in ("end_of_word_suffix", "unk_token"):
+        _check_prefix(model.get(name) or "")
+    pieces = model.get("vocab") if kind == "Unigram" else ()
+    longest = max((len(piece) for piece, _ in pieces or ()), default=0)
+    require(
+        longest <= MAX_PIECE,
+        f"The tokenizer's model has a token of {longest:,} characters: at most {MAX_PIECE} are "
+        "allowed for Unigram.",
+    )
 
 
 def pre_tokenizers(record: Mapping[str, Any]) -> list[Any]:
     """The steps that split a text, in their order."""
-    return list(_steps(record, "pre_tokenizer", "pretokenizers"))
+    return _steps(record, "pre_tokenizer", "pretokenizers")
+
+
+def decoders(record: Mapping[str, Any]) -> list[Any]:
+    """The steps that make bytes of a token, in their order."""
+    return _steps(record, "decoder", "decoders")
 
 
 def is_known_pattern(pattern: Any) -> bool:
@@ -108,32 +146,38 @@ def is_known_pattern(pattern: Any) -> bool:
     )
 
 
-def _steps(record: Mapping[str, Any], name: str, inside: str) -> Iterator[dict[str, Any]]:
+def _steps(record: Mapping[str, Any], name: str, inside: str) -> list[dict[str, Any]]:
     """The steps of a part, those of sequences one by one."""
-    pending = [record.get(name)]
+    steps, pending = [], [record.get(name)]
     while pending:
         step = pending.pop(0)
         if step is None:
             continue
         require(isinstance(step, dict), f"The tokenizer's {name} is {str(step)[:100]!r}.")
-        if step.get("type") != "Sequence":
-            yield step
-            continue
-        steps = step.get(inside)
-        require(isinstance(steps, list), f"The tokenizer's {name} has a sequence without steps.")
-        pending = [*steps, *pending]
+        more = step.get(inside) if step.get("type") == "Sequence" else []
+        require(isinstance(more, list), f"The tokenizer's {name} has a sequence without steps.")
+        steps += [] if step.get("type") == "Sequence" else [step]
+        n_steps = len(steps) + len(more) + len(pending)
+        require(
+            n_steps <= MAX_STEPS,
+            f"The tokenizer's {name} has {n_steps:,} steps, at most {MAX_STEPS} are allowed.",
+        )
+        pending = [*more, *pending]
+    return steps
 
 
-def _growth(step: dict[str, Any]) -> int:
-    """The most characters that a normalizer makes of one."""
-    kind = step.get("type")
-    if kind != "Replace":
-        _check(kind in GROWTH, "normalizer", kind)
-        _check_prefix(step.get("prepend", ""))
-        return GROWTH[str(kind)]
+def _growth(name: str, step: dict[str, Any]) -> int:
+    """The most characters that a normalizer or a decoder makes of one."""
+    _check_prefix(step.get("prepend", ""))
+    _check_prefix(step.get("replacement", ""))
+    if step.get("type") != "Replace":
+        return GROWTH.get(str(step.get("type")), 1) if name == "normalizer" else 1
     pattern, content = step.get("pattern"), step.get("content")
-    _check(is_known_pattern(pattern) and isinstance(content, str), "normalizer", pattern)
-    least = len(pattern.get("String", " ")) if isinstance(pattern, dict) else 1
+    # gptlite decodes itself, and has no engine for the library's expressions.
+    _check(is_known_pattern(pattern) and isinstance(content, str), name, pattern)
+    string = pattern.get("String") if isinstance(pattern, dict) else None
+    _check(string is not None or name == "normalizer", name, pattern)
+    least = 1 if string is None else len(string)
     return max(1, -(-len(str(content)) // least))
 
 

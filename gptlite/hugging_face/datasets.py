@@ -4,6 +4,7 @@ formats, here or at an address."""
 import codecs
 import glob
 import itertools
+import logging
 import os
 import re
 import sys
@@ -12,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import huggingface_hub
 import pyarrow
 import yaml
 from datasets import config
 from datasets.builder import Key
 from datasets.streaming import extend_dataset_builder_for_streaming
 from datasets.utils.file_utils import xopen
+from huggingface_hub import repocard
 from pyarrow import parquet
 
 from gptlite.errors import UserError, require, told
@@ -43,8 +46,8 @@ PARQUET_ROWS = 16
 ROWS = 1000
 # How often the bytes of a Parquet file's row group may hold more than they are.
 MAX_RATIO = 100
-# Bytes and marks of a dataset's card.
-MAX_CARD, MAX_MARKS = 2**20, 20_000
+# Bytes and marks of a dataset's card, and bytes of the older file that described all of it.
+MAX_CARD, MAX_MARKS, MAX_INFOS = 2**20, 20_000, 2**24
 
 
 def open_dataset(name: str) -> Corpus:
@@ -127,22 +130,24 @@ def _parts(name: str) -> tuple[str, list[str]]:
 def _check_card(source: str) -> None:
     """**Raises:** `UserError` if what describes the dataset is larger than any description: a few
     lines of YAML can stand for any number of values."""
-    if os.path.isdir(source):
-        cards = [Path(source, name) for name in ("README.md", config.REPOYAML_FILENAME)]
-    else:
-        import huggingface_hub
-
-        try:  # `datasets` reads the same file
-            card = huggingface_hub.hf_hub_download(source, "README.md", repo_type="dataset")
-        except Exception:  # there is none, or no network: `datasets` says so
-            return
-        cards = [Path(card)]
-    for path in cards:
+    names = (config.REPOCARD_FILENAME, config.REPOYAML_FILENAME, config.DATASETDICT_INFOS_FILENAME)
+    for name in names:
+        path = Path(source, name)
+        if not os.path.isdir(source):
+            try:  # `datasets` reads the same file
+                path = Path(huggingface_hub.hf_hub_download(source, name, repo_type="dataset"))
+            except Exception:  # there is none, or no network: `datasets` says so
+                continue
         if not path.exists():
             continue
-        text = read_bounded(behind_links(path), MAX_CARD).decode("utf-8", errors="replace")
+        most = MAX_INFOS if path.suffix == ".json" else MAX_CARD
+        with told(f"{path} cannot be read"):
+            text = read_bounded(behind_links(path), most).decode("utf-8-sig", errors="replace")
+        if path.suffix == ".json":
+            continue  # has no aliases
         if path.suffix == ".md":
-            text = text.partition("---")[2].partition("\n---")[0] if text[:3] == "---" else ""
+            block = repocard.REGEX_YAML_BLOCK.search(text)
+            text = "" if block is None else block.group(2)
         for number, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader)):
             require(
                 number < MAX_MARKS and not isinstance(event, yaml.AliasEvent),
@@ -195,6 +200,8 @@ def _bound(builder: Any, source: str) -> None:
                 yield table
 
         builder._generate_tables = tables
+        # It would print what it raises.
+        logging.getLogger(type(builder).__module__).disabled = True
         module: Any = sys.modules[type(builder).__module__]
         # What is open already is not opened; other readers may use the module, too.
         known = getattr(module, "open", open)
@@ -313,5 +320,5 @@ def _texts(rows: Any) -> list[str]:
         first = itertools.islice(rows, ROWS)
         found = {k: None for row in first for k, value in row.items() if isinstance(value, str)}
         return list(found)
-    kinds = ("string", "large_string")
+    kinds = ("string", "large_string", "string_view")
     return [name for name, kind in rows.features.items() if getattr(kind, "dtype", "") in kinds]

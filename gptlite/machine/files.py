@@ -14,10 +14,13 @@ from typing import Any, BinaryIO
 from filelock import FileLock, Timeout
 
 from gptlite.errors import UserError, require
-from gptlite.machine.progress import log, printable
+from gptlite.machine.fields import CONTROL
+from gptlite.machine.progress import log
 
 # Bytes of a JSON file. The largest tokenizer that gptlite writes has 6 million.
 MAX_JSON = 2**24
+# Bytes of a folder's name. Most file systems take 255, also for names that are made of it.
+MAX_NAME = 200
 # Errors of a file system that has no locks.
 NO_LOCKS = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS)
 # How long to wait for another process that does the same work.
@@ -28,10 +31,13 @@ MAX_NUMBER = 1e39
 
 def check_folder_name(option: str, name: str) -> None:
     """**Raises:** `UserError` if `name`, given as `option`, is a path or no name at all, has
-    control characters, or begins with a dot, as the names of hidden folders do."""
+    control characters, is too long for a file system, or begins with a dot, as the names of hidden
+    folders do."""
+    is_plain = isinstance(name, str) and not CONTROL.search(name) and not name.startswith(".")
     require(
-        name == Path(name).name == printable(name) != "" and not name.startswith("."),
-        f"{option} takes the name of a folder, which does not begin with a dot, got {name!r}.",
+        is_plain and name == Path(name).name != "" and len(name.encode()) <= MAX_NAME,
+        f"{option} takes the name of a folder, of at most {MAX_NAME} bytes, which does not begin "
+        f"with a dot and has no control characters, got {str(name)[:300]!r}.",
     )
 
 

@@ -28,10 +28,8 @@ def check_free(path: Path, *, overwrite: bool) -> None:
     check_path(path)
     try:
         exists, is_run = path.exists(), (path / "config.json").is_file()
-    except PermissionError as error:
+    except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from error
-    except OSError as error:  # a name that is too long to be one
-        raise UserError(f"A run cannot be named {path.name!r}: {error.strerror}.") from error
     if not exists:
         return
     require(

@@ -262,11 +262,7 @@ def read_prompt(tokenizer: Tokenizer, prompt: Any, most: int) -> Prompt:
     **Raises:** `UserError` if it has more, is neither a text nor ids, or is not in the vocabulary.
     """
     if isinstance(prompt, str):
-        require(
-            len(prompt) <= most,
-            f"A prompt that fits into the context has at most {most:,} characters, got "
-            f"{len(prompt):,}.",
-        )
+        check_length("prompt", prompt, most)
         check_text("prompt", prompt)
         ids = prompt_ids(tokenizer, prompt)
         hidden = len(tokenizer.start_ids) if prompt else len(ids)
@@ -278,6 +274,14 @@ def read_prompt(tokenizer: Tokenizer, prompt: Any, most: int) -> Prompt:
     )
     check_ids(prompt, tokenizer.vocab_size)
     return Prompt(as_ids(prompt))
+
+
+def check_length(what: str, text: str, most: int) -> None:
+    """**Raises:** `UserError` if `text` has more than `most` characters."""
+    require(
+        len(text) <= most,
+        f"A {what} that fits into the context has at most {most:,} characters, got {len(text):,}.",
+    )
 
 
 def check_ids(ids: Sequence[Any], vocab_size: int) -> None:

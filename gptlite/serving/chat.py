@@ -14,7 +14,7 @@ from gptlite.errors import UserError, require, told
 from gptlite.hugging_face.tokenizer import HFTokenizer, library_tokenizer
 from gptlite.machine.files import behind_links, read_bounded
 from gptlite.machine.records import read_record
-from gptlite.serving.api import check_text
+from gptlite.serving.api import check_length, check_text
 from gptlite.text.tokenizer import Tokenizer
 
 # Characters of a template. Those of models have some thousands.
@@ -59,16 +59,20 @@ class ChatTemplate:
         # Special tokens are recognised in the template's text, unlike in a prompt.
         self._tokenizer = library_tokenizer(tokenizer.to_json()["tokenizer"])
 
-    def encode(self, messages: Sequence[Any]) -> list[int]:
+    def encode(self, messages: Sequence[Any], most: int) -> list[int]:
         """The ids of a chat, up to where the model's answer begins.
 
-        **Raises:** `UserError` if the template refuses the messages, or breaks its limits, or did
-        so before.
+        `most`: the characters of a text that may fit into the context. One with more is not
+        encoded.
+
+        **Raises:** `UserError` if it has more, or the template refuses the messages, or breaks its
+        limits, or did so before.
         """
         answer = self._ask(messages)
         if answer["error"] is not None:
             raise UserError(f"The chat template refuses these messages: {answer['error']}.")
         check_text("messages", answer["text"])
+        check_length("chat", answer["text"], most)
         with told("The tokenizer cannot encode this chat"):
             return self._tokenizer.encode(answer["text"], add_special_tokens=False).ids
 

@@ -106,7 +106,7 @@ class Endpoints:
                 f"with n {asked.n}.",
             )
             tokenizer = served.tokenizer
-            most = served.context_length * served.longest_token
+            most = served.most_characters
             prompts = await self._off_loop(
                 len(body) > LONG,
                 lambda: [read_prompt(tokenizer, prompt, most) for prompt in asked.prompts],
@@ -125,7 +125,9 @@ class Endpoints:
         with bad_request():
             asked = parse(Chat, await body_of(request))
             served = await self._find(asked.model)
-            ids = await self._off_loop(True, lambda: template.encode(asked.turns))
+            ids = await self._off_loop(
+                True, lambda: template.encode(asked.turns, served.most_characters)
+            )
         n_best = (asked.top_logprobs or 0) if asked.logprobs else None
         most = asked.max_completion_tokens or asked.max_tokens or CHAT_TOKENS
         form = ChatForm(served.name, len(ids))

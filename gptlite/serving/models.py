@@ -42,6 +42,11 @@ class Served:
     model: GPT
     engine: Engine
 
+    @property
+    def most_characters(self) -> int:
+        """Those of a text that may fit into the context. A longer one is not encoded."""
+        return self.context_length * self.longest_token
+
 
 def serve_run(run: Run, name: str, *, max_rows: int, max_waiting: int) -> Served:
     """Start an engine for the model of `run`, of which a first text is generated, so that the first

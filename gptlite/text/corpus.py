@@ -79,9 +79,14 @@ def text_corpus(text: str | Callable[[], Iterator[str]], name: str = "text") -> 
     """A text as a corpus: in memory, or a function that reads it, in pieces. Reads it once to the
     end.
 
-    **Raises:** `UserError` if it has fewer than two distinct characters. `Corpus.read` raises it at
-    the end of a text that has changed since.
+    **Raises:** `UserError` if it is another thing, or has fewer than two distinct characters.
+    `Corpus.read` raises it at the end of a text that has changed since.
     """
+    require(
+        isinstance(text, str) or callable(text),
+        f"A text is a string, or a function that reads one in pieces, got {text!r:.100}. "
+        "load_corpus reads a file.",
+    )
     pieces = (lambda: iter([text])) if isinstance(text, str) else text
     version, characters, alphabet = scan(pieces())
     require(bool(alphabet), f"The corpus {name} is empty.")

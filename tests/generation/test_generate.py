@@ -291,6 +291,17 @@ def test_a_prompt_that_does_not_fit_is_refused(length):
         generate(tiny_model(), jnp.zeros((1, length), jnp.int32), 5, keys=jax.random.key(0)[None])
 
 
+@pytest.mark.parametrize("wrong", [-1, VOCAB, 99999])
+def test_an_id_beyond_the_vocabulary_is_refused(wrong):
+    with pytest.raises(UserError, match=f"from 0 to {VOCAB - 1}, got {wrong}"):
+        generate(tiny_model(), np.array([[0, wrong]]), 5, key=jax.random.key(0))
+
+
+def test_a_number_of_tokens_below_0_is_refused():
+    with pytest.raises(UserError, match="max_new_tokens must be 0 or more, got -1"):
+        generate(tiny_model(), np.array([[0]]), -1, key=jax.random.key(0))
+
+
 def test_lengths_beyond_the_prompt_are_refused():
     keys = jax.random.split(jax.random.key(0), 2)
     with pytest.raises(UserError, match=r"lengths must be at most 4, .*got 5"):

@@ -5,6 +5,7 @@ import functools
 import gzip
 import http.server
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -386,10 +387,17 @@ def test_a_packed_text_without_lines_is_read_in_pieces(tmp_path):
         ("configs:\n- config_name: x\n  data_files: /etc/passwd\n", "not in its folder|cannot be"),
     ],
 )
-@pytest.mark.parametrize("name", ["README.md", ".huggingface.yaml"])
-def test_a_card_of_a_stranger_is_bounded(folder, card, words, name):
+@pytest.mark.parametrize(
+    ("name", "begin", "end"),
+    [
+        ("README.md", "---\n", "---\n"),
+        ("README.md", "\ufeff \n \n---\r\n---x: 1\n", "--- \t"),
+        (".huggingface.yaml", "", ""),
+    ],
+)
+def test_a_card_of_a_stranger_is_bounded(folder, card, words, name, begin, end):
     (folder.parent / "id.txt").write_text("secret")
-    (folder / name).write_text(f"---\n{card}---\n" if name == "README.md" else card)
+    (folder / name).write_text(begin + card + end, encoding="utf-8", newline="")
     with pytest.raises(UserError, match=words):
         documents(folder)
 
@@ -415,6 +423,20 @@ def test_a_parquet_file_whose_bytes_stand_for_too_many_is_refused(tmp_path, monk
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", compression="zstd")
     with pytest.raises(UserError, match="at most 100 times as many are expected"):
         split_corpus(documents(tmp_path / "a.parquet"), ByteTokenizer(), folder=tmp_path / "ids")
+
+
+def test_an_old_description_of_a_dataset_is_bounded(folder):
+    (folder / "dataset_infos.json").touch()
+    os.truncate(folder / "dataset_infos.json", 2**24 + 1)
+    with pytest.raises(UserError, match=r"dataset_infos\.json"):
+        documents(folder)
+
+
+def test_every_kind_of_text_that_parquet_has_is_text(tmp_path):
+    for kind in (pa.string(), pa.large_string(), pa.string_view()):
+        table = pa.table({"text": pa.array(["one", "two"], kind)})
+        pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+        assert list(documents(tmp_path / "a.parquet").read(None)) == ["one", "two"]
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path):

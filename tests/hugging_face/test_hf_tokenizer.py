@@ -162,14 +162,18 @@ def test_added_tokens_decode_as_in_the_library():
         assert tokenizer.decode(np.array([i])) == made.decode([i])
 
 
+LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}, "decoder is"),
-        ({"decoder": None}, "decoder is None"),
+        ({"decoder": {"type": "WordPiece", "prefix": "##"}}, "decoder has 'WordPiece'"),
+        ({"decoder": None}, r"decoder has the steps \[\]"),
+        ({"decoder": {"type": "Sequence", "decoders": [LEVEL] * 2}}, "the steps"),
         (
-            {"decoder": {"type": "Replace", "pattern": {"Regex": "a"}, "content": "b"}},
-            "decoder is",
+            {"decoder": {"type": "Replace", "pattern": {"Regex": "\\d"}, "content": "b"}},
+            "decoder has",
         ),
         ({"model": {"type": "BPE"}}, "cannot be read"),
         ({"version": "9"}, "cannot be read"),
@@ -424,6 +428,14 @@ def replaced(pattern: str, content: str) -> dict:
     return {"type": "Replace", "pattern": {"String": pattern}, "content": content}
 
 
+def many(name: str, step: dict, times: int) -> dict:
+    return {name: {"type": "Sequence", f"{name.replace('_', '')}s": [step] * times}}
+
+
+BPE = {"type": "BPE", "vocab": {"a": 0, "##b": 1}, "merges": []}
+MANY_IDS = {"id": "x", "ids": [0] * 33, "tokens": ["a"] * 33}
+
+
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
@@ -441,6 +453,27 @@ def replaced(pattern: str, content: str) -> dict:
         ({"pre_tokenizer": {"type": "Metaspace", "replacement": 3}}, "at most 100 characters"),
         ({"post_processor": {"type": "Other"}}, "'Other'"),
         ({"model": {"type": "Other"}}, "'Other'"),
+        ({"model": {"type": "WordPiece", "vocab": {"a": 0}}}, "'WordPiece'"),
+        ({"model": {"type": "Unigram", "vocab": [["a" * 129, 0.0]]}}, "of 129 characters"),
+        ({"model": BPE | {"continuing_subword_prefix": "##"}}, "continuing_subword_prefix"),
+        ({"model": BPE | {"end_of_word_suffix": "a" * 101}}, "at most 100 characters"),
+        (many("decoder", replaced("a", "a" * 100), 5), "10,000,000,000 characters of one"),
+        (many("normalizer", {"type": "NFC"}, 10_000), "normalizer has 10,000 steps"),
+        (many("pre_tokenizer", {"type": "Whitespace"}, 65), "pre_tokenizer has 65 steps"),
+        (
+            {"post_processor": {"type": "Sequence", "processors": [{"type": "ByteLevel"}] * 65}},
+            "post_processor has 65 steps",
+        ),
+        (many("decoder", {"type": "Fuse"}, 65), "decoder has 65 steps"),
+        ({"model": BPE | {"vocab": {"a" * 2**17: 0}}}, "a token of 131,072 bytes"),
+        (
+            {"post_processor": template([{"SpecialToken": {"id": "x", "type_id": 0}}], x=MANY_IDS)},
+            "33 ids around a text",
+        ),
+        (  # here, too
+            {"post_processor": template([{"Sequence": {"id": "B", "type_id": 0}}])},
+            "post_processor",
+        ),
         ({"added_tokens": [{"id": 4294967294, "content": "x"}]}, "cannot be read"),
         (  # the library would panic
             {"post_processor": template([{"SpecialToken": {"id": "<x>", "type_id": 0}}])},

@@ -1,6 +1,7 @@
 """Models that were trained in Python, kept as runs."""
 
 import dataclasses
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -84,6 +85,23 @@ def test_what_is_no_model_for_the_tokenizer_is_refused(model, words, tmp_path, m
     with pytest.raises(gl.UserError, match=words):
         gl.save_run("mine", model, gl.make_tokenizer("byte"))
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "a/b", "a\nb", "a" * 201, "é" * 101, "\ud800", Path("a")]
+)
+def test_what_is_no_name_of_a_run_is_refused(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = gl.make_tokenizer("byte")
+    with pytest.raises(gl.UserError, match="takes the name of a folder, of at most 200 bytes"):
+        gl.save_run(name, gl.make_model(TINY, tokenizer, key=jax.random.key(0)), tokenizer)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("text", [Path("a.txt"), b"bytes", 3, None])
+def test_what_is_no_text_is_refused(text):
+    with pytest.raises(gl.UserError, match=r"A text is a string, or a function .* got"):
+        gl.text_corpus(text)
 
 
 def test_texts_and_lists_are_taken_where_a_reader_expects_it():

@@ -325,7 +325,7 @@ def test_sampling_without_a_run_says_what_to_do(tmp_path, monkeypatch, capsys):
         (["--data.corpus", "short.txt"], "too short"),
         (["--data.corpus", ""], "name of the corpus is empty"),
         (["--data.corpus", "a" * 300], "no corpus aaa"),
-        (["--data.corpus", "rhyme.txt", "--run", "a" * 300], "cannot be named"),
+        (["--data.corpus", "rhyme.txt", "--run", "a" * 300], "takes the name of a folder"),
         (["--model.d-model", "4000000000"], "d_model must be at least 1 and"),
         (["--model.mlp", "GELU"], "model.mlp must be one of gelu, silu,"),
         (["--data.corpus", "rhyme.txt", "--run", "one"], "--overwrite"),

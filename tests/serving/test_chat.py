@@ -1,6 +1,7 @@
 """Chats, for models whose tokenizer has a template."""
 
 import json
+import re
 from typing import Any
 
 import httpx
@@ -25,6 +26,8 @@ completion_params = pytest.importorskip("openai.types.completion_create_params")
 chat_params = pytest.importorskip("openai.types.chat.completion_create_params")
 # Characters and two special tokens: 13 ids, as many as the tiny model has.
 SPECIAL = ["<s>", "</s>"]
+# Characters of a chat.
+MOST = 2**24
 TEMPLATE = (
     "{% for m in messages %}{{ bos_token }}{{ m.content }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}{{ bos_token }}{% endif %}"
@@ -53,19 +56,29 @@ def test_the_template_makes_ids_with_special_tokens(tokenizer, tmp_path):
     wanted = [11, 0, 1, 2, 12, 11, 3, 12, 11]
     chat = read_chat_template(tmp_path, tokenizer)
     assert chat is not None
-    assert chat.encode(messages) == wanted
+    assert chat.encode(messages, MOST) == wanted
     write(tmp_path, [{"name": "tools", "template": "x"}, {"name": "default", "template": TEMPLATE}])
     chat = read_chat_template(tmp_path, tokenizer)
     assert chat is not None
-    assert chat.encode(messages) == wanted
+    assert chat.encode(messages, MOST) == wanted
     (tmp_path / "chat_template.jinja").write_text("ab{{ messages[0].content }}")
     chat = read_chat_template(tmp_path, tokenizer)
     assert chat is not None
-    assert chat.encode(messages) == [0, 1, 0, 1, 2]
+    assert chat.encode(messages, MOST) == [0, 1, 0, 1, 2]
     assert read_chat_template(tmp_path, CharTokenizer("ab")) is None
     write(tmp_path, None)
     (tmp_path / "chat_template.jinja").unlink()
     assert read_chat_template(tmp_path, tokenizer) is None
+
+
+def test_a_chat_that_cannot_fit_is_not_encoded(tokenizer, tmp_path):
+    write(tmp_path)
+    chat = read_chat_template(tmp_path, tokenizer)
+    assert chat is not None
+    asked = {"model": NAME, "messages": [{"role": "user", "content": "ab" * 10_000}]}
+    with serving(tiny_model(), tokenizer=tokenizer, chat=chat) as address:
+        answer = post(address, "/v1/chat/completions", asked)
+    assert re.match("A chat that fits .* at most .* characters, got", answer["error"]["message"])
 
 
 NESTED = "{% for a in messages %}" * 25 + "{% endfor %}" * 25
@@ -87,7 +100,7 @@ def test_a_template_that_breaks_its_limits_is_not_compiled(
     monkeypatch.setattr(chat_module, "SECONDS", 2)
     write(tmp_path, template)
     with pytest.raises(UserError, match=sentence):  # Jinja leaves some of it to the first chat
-        read_chat_template(tmp_path, tokenizer).encode([])  # pyright: ignore
+        read_chat_template(tmp_path, tokenizer).encode([], MOST)  # pyright: ignore
 
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{{ a }}{% endfor %}{% endfor %}"
@@ -116,8 +129,8 @@ def test_a_text_that_is_too_long_is_refused_and_the_template_stays(tokenizer, tm
     chat = read_chat_template(tmp_path, tokenizer)
     assert chat is not None
     with pytest.raises(UserError, match="the text would have 20,000,000 characters"):
-        chat.encode([{"role": "user", "content": "a" * 10}])
-    assert chat.encode([{"role": "user", "content": ""}]) == []
+        chat.encode([{"role": "user", "content": "a" * 10}], MOST)
+    assert chat.encode([{"role": "user", "content": ""}], MOST) == []
 
 
 def test_a_model_without_a_template_says_so(tokenizer):
@@ -212,7 +225,7 @@ def test_a_template_can_refuse_and_do_nothing_else(tokenizer, tmp_path, template
     chat = read_chat_template(tmp_path, tokenizer)
     assert chat is not None
     with pytest.raises(UserError, match=sentence):
-        chat.encode([{"role": "user", "content": "a"}])
+        chat.encode([{"role": "user", "content": "a"}], MOST)
 
 
 def test_a_template_finds_what_it_finds_elsewhere(tokenizer, tmp_path):

@@ -15,7 +15,7 @@ def main() -> None:
     with exit_on_error():
         template = chat.read_chat_template(Path(folder), load_hf_tokenizer(Path(folder)))
         if template is not None:
-            ids = template.encode([{"role": "user", "content": message}])
+            ids = template.encode([{"role": "user", "content": message}], 2**24)
             print(f"{len(ids)} ids")
 
 

@@ -202,19 +202,26 @@ def pattern(chance: random.Random) -> Any:
 
 def part(chance: random.Random, name: str, depth: int = 0) -> Any:
     """A normalizer, pre-tokenizer, decoder, post-processor or model."""
-    if depth < 3 and chance.random() < 0.3:
-        inside = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers"}
-        inside |= {"decoder": "decoders", "post_processor": "processors"}
-        if name in inside:
-            steps = [part(chance, name, depth + 1) for _ in range(chance.choice([0, 1, 2, 3, 6]))]
-            return {"type": "Sequence", inside[name]: steps}
+    inside = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers"}
+    inside |= {"decoder": "decoders", "post_processor": "processors"}
+    roll = chance.random()
+    if depth < 3 and roll < 0.3 and name in inside:
+        steps = [part(chance, name, depth + 1) for _ in range(chance.choice([0, 1, 2, 3, 6]))]
+        if roll < 0.06 and depth == 0:
+            steps *= chance.choice([10, 300, 100_000])
+        return {"type": "Sequence", inside[name]: steps}
     text, number = chance.choice(STRINGS), chance.choice([0, 1, -1, 3, 2**31, 10**9])
     space = {"add_prefix_space": chance.random() < 0.5, "trim_offsets": True, "use_regex": True}
     meta = {"replacement": chance.choice(STRINGS), "prepend_scheme": chance.choice(["always", "x"])}
     replace = {"type": "Replace", "pattern": pattern(chance), "content": text}
     piece = {"SpecialToken": {"id": chance.choice(["<x>", "a", text]), "type_id": 0}}
     single = [piece] * chance.choice([1, 1, 30]) + [{"Sequence": {"id": "A", "type_id": 0}}]
-    ids = {"<x>": {"id": "<x>", "ids": [chance.choice([0, 1, 2**31, 2**40])], "tokens": ["<x>"]}}
+    single += [{"Sequence": {"id": "B", "type_id": 0}}] * (chance.random() < 0.1)
+    n_ids = chance.choice([1, 1, 1, 100_000])
+    some_ids = [chance.choice([0, 1, 2**31, 2**40])] * n_ids
+    ids = {"<x>": {"id": "<x>", "ids": some_ids, "tokens": ["<x>"] * n_ids}}
+    # Each of these begins with the one before: the library looks for the longest.
+    pieces = [["a" * i, -1.0 * i] for i in range(1, chance.choice([3, 3, 100, 3000]))]
     known: dict[str, list[Any]] = {
         "normalizer": [
             *({"type": x} for x in ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents")),
@@ -254,8 +261,14 @@ def part(chance: random.Random, name: str, depth: int = 0) -> Any:
         "model": [
             {"type": "WordLevel", "vocab": {"a": 0, text: number}, "unk_token": text},
             {"type": "Unigram", "unk_id": number, "vocab": [["a", -1.0], [text, 0.0]]},
+            {"type": "Unigram", "unk_id": 0, "vocab": pieces},
             {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": number}, "merges": [["a", "b"]]},
-            {"type": "WordPiece", "vocab": {"a": 0}, "unk_token": text},
+            {
+                **{"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]},
+                chance.choice(["continuing_subword_prefix", "end_of_word_suffix"]): text * 1000,
+            },
+            {"type": "WordPiece", "vocab": {"a": 0}, "unk_token": text}
+            | {"continuing_subword_prefix": "", "max_input_chars_per_word": number},
         ],
     }
     return chance.choice([*known[name], None, extreme(chance)])
@@ -329,6 +342,7 @@ def of_template(chance: random.Random, folder: Path) -> tuple[str, str, list[str
 
 
 CARDS = [
+    "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{f'*a{i - 1}, ' * 9}]\n" for i in range(1, 12)),
     "a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\nd: [*c, *c]",
     "configs:\n- config_name: x\n  data_files: ../text.txt",
     "configs:\n- config_name: x\n  data_files: /etc/passwd",
@@ -370,7 +384,10 @@ def of_dataset(chance: random.Random, folder: Path) -> tuple[str, str, list[str]
     if chance.random() < 0.5:
         name = chance.choice(["README.md", ".huggingface.yaml"])
         card = chance.choice(CARDS)
-        (data / name).write_text(f"---\n{card}\n---\n" if name == "README.md" else card)
+        begin = chance.choice(["", "", "\n \n", "\ufeff"]) + chance.choice(["---\n", "---\r\n"])
+        begin += chance.choice(["", "", "---x: 1\n"])
+        content = f"{begin}{card}\n---{chance.choice([' ', ''])}\n"
+        (data / name).write_text(content if name == "README.md" else card, newline="")
     if chance.random() < 0.2:
         (data / "link.jsonl").symlink_to(chance.choice(["/proc/self/status", "../text.txt", "x"]))
     where = chance.choice(["data", "data", str(chance.choice(sorted(data.iterdir())))])
