@@ -20,7 +20,7 @@ import tyro
 from gptlite.config import Config, SamplingConfig
 from gptlite.custom import with_custom
 from gptlite.errors import UserError, require
-from gptlite.machine.fields import MAX_INT32, Between, changed, check_fields, free
+from gptlite.machine.fields import MAX_INT32, Between, Seed, changed, check_fields, free
 from gptlite.machine.files import check_folder_name
 from gptlite.machine.names import CUSTOM_FIELDS, CustomBlock, split_options
 from gptlite.machine.processes import DistributedConfig
@@ -159,7 +159,7 @@ class SampleArguments:
     num_samples: Annotated[int, Between(1, 100_000)] = 1
     """Texts to generate, together."""
 
-    seed: Annotated[int, Between(0, MAX_INT32)] = 0
+    seed: Seed = 0
     """The same seed gives the same text."""
 
     debug: bool = False

@@ -118,6 +118,14 @@ def test_every_knob_of_training_refuses_what_is_out_of_its_range(flag, value):
     assert is_bool or name in sentence or name.replace("-", "_") in sentence, sentence
 
 
+def test_a_whole_number_in_place_of_a_fraction_is_one():
+    """JAX has no integers as large as a rate of learning may be."""
+    config = OptimizerConfig(learning_rate=2**63, clip_norm=1)
+    for value, wanted in ((config.learning_rate, 2.0**63), (config.clip_norm, 1.0)):
+        assert (type(value), value) == (float, wanted)
+    assert type(SamplingConfig(top_k=3, temperature=1).top_k) is int
+
+
 @pytest.mark.parametrize("value", [10**400, -(10**400), 1e39, math.inf, math.nan])
 def test_a_number_that_is_not_in_float32_is_refused(value):
     """A file of JSON may hold a whole number of any size where a fraction belongs."""

@@ -146,6 +146,14 @@ def test_a_run_that_is_resumed_keeps_its_settings_in_python_too(place, monkeypat
     assert gl.load("old").config == config
 
 
+KEY = jax.random.key(0)
+
+
+def made(**knobs: Any) -> list[list[str]]:
+    run = gl.load("new")
+    return list(gl.stream_texts(run.model, run.tokenizer, "the", **knobs))
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -157,6 +165,13 @@ def test_a_run_that_is_resumed_keeps_its_settings_in_python_too(place, monkeypat
         (lambda: gl.load("new", custom=[3]), r"custom must be a file .* got \[3\]"),  # pyright: ignore
         (lambda: gl.load("new").generate("the", stop=[3]), r"stop must be a list of strings"),  # pyright: ignore
         (lambda: gl.load("new").generate("the", stop="the"), r"stop must be a list of strings"),
+        (lambda: made(texts=-1), "texts must be at least 1 .*, got -1"),
+        (lambda: made(seed=10**30), "seed must be at least 0 and at most 2147483647"),
+        (lambda: gl.Encoder(gl.ModelConfig(), -1, key=KEY), "vocab_size must be at least 1"),
+        (lambda: gl.summary(gl.load("new").model, batch_size=-1), "batch_size must be at least 1"),
+        (lambda: gl.check_block(gl.GPT, d_model=-1), "d_model must be at least 1"),
+        (lambda: gl.check_block(gl.GPT, seq=0), "seq must be at least 1"),
+        (lambda: gl.check_block(gl.GPT, seed=-1), "seed must be at least 0"),
     ],
 )
 def test_a_wrong_argument_is_named(call, words, place, monkeypatch):

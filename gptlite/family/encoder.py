@@ -6,6 +6,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from gptlite.config import ModelConfig
 from gptlite.errors import require
+from gptlite.machine.fields import Count, check_value
 from gptlite.models.build import make_block
 from gptlite.models.transformer import Transformer
 from gptlite.nn.context import Context, PerSequence
@@ -22,7 +23,8 @@ class Encoder(Transformer):
     def __init__(self, config: ModelConfig, vocab_size: int, *, key: PRNGKeyArray):
         """`vocab_size` includes ids such as a mask.
 
-        **Raises:** `UserError` if `config` describes a part that is only for decoders.
+        **Raises:** `UserError` if `config` describes a part that is only for decoders, or there are
+        no ids.
         """
         require(
             not config.separate_documents,
@@ -30,7 +32,7 @@ class Encoder(Transformer):
         )
         super().__init__(
             config,
-            vocab_size,
+            check_value("vocab_size", vocab_size, Count),
             functools.partial(make_block, causal=False),
             final_norm=config.block != "post",
             key=key,

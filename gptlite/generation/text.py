@@ -10,6 +10,7 @@ import numpy as np
 from gptlite.config import SamplingConfig
 from gptlite.errors import require
 from gptlite.generation.generate import PreparedModel, stream
+from gptlite.machine.fields import Count, Seed, check_value
 from gptlite.models.gpt import GPT
 from gptlite.text.tokenizer import Ids, Tokenizer, as_ids
 
@@ -43,8 +44,11 @@ def stream_texts(
     prompt is longer than the model's context, the model reads its end. `stop`: see
     `TextStream`.
 
-    **Raises:** `UserError` as `prompt_ids` and `generate.stream` do.
+    **Raises:** `UserError` if there is no text or seed of that number, and as `prompt_ids` and
+    `generate.stream` do.
     """
+    check_value("texts", texts, Count)
+    check_value("seed", seed, Seed)
     context_length = (model if isinstance(model, GPT) else model.model).config.context_length
     ids = prompt_ids(tokenizer, prompt)[-context_length:]
     key = jax.random.key(seed, impl="threefry2x32")

@@ -12,6 +12,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from gptlite.family.seq2seq import Seq2Seq
 from gptlite.inspect.hooks import with_call_hook
+from gptlite.machine.fields import Count, check_value
 from gptlite.machine.pytrees import Trainable, count_parameters, is_array, is_stacked, path_name
 from gptlite.models.gpt import GPT
 
@@ -70,6 +71,7 @@ def summary(model: Any, *, batch_size: int = 1, trained: Trainable = is_array) -
     one device, which has all parameters and computes `batch_size` rows at once: parameters,
     gradients, Adam's two moments, activations. `trained`: as for `flops_per_token`.
     """
+    check_value("batch_size", batch_size, Count)
     total, count_trained = count_parameters(model), count_parameters(eqx.filter(model, trained))
     rows = [("module", "output", "parameters", "share")]
     for name, layers, module, shape in _modules(model):

@@ -61,6 +61,7 @@ class Options:
 
 # How many of something there are, and what keeps a division from being one by zero.
 Count = Annotated[int, Between(1, 10_000_000)]
+Seed = Annotated[int, Between(0, MAX_INT32)]
 Epsilon = Annotated[float, Between(0.0, 1.0, above=True)]
 
 
@@ -108,8 +109,8 @@ def changed(before: Any, after: Any, occasion: Occasion) -> list[str]:
     ]
 
 
-def check_value(name: str, value: Any, kind: Any) -> None:
-    """Check `value` against an annotation: its type (an int passes as a float, a bool does not
+def check_value(name: str, value: Any, kind: Any) -> Any:
+    """`value`, checked against an annotation: its type (an int is made a float, a bool does not
     pass as an int), the choices of a `Literal`, and the bounds in an `Annotated`.
 
     **Raises:** `UserError`, which names what would be right.
@@ -120,11 +121,11 @@ def check_value(name: str, value: Any, kind: Any) -> None:
     if get_origin(kind) is Literal:
         choices = get_args(kind)
         require(value in choices, f"{name} must be one of {', '.join(choices)}, got {value!r}.")
-        return
+        return value
     union = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     kinds = tuple(get_origin(k) or k for k in union)
     if value is None and NoneType in kinds:
-        return
+        return value
     accepted = (*kinds, int) if float in kinds else kinds
     words = " or ".join("None" if k is NoneType else k.__name__ for k in kinds)
     require(
@@ -134,6 +135,8 @@ def check_value(name: str, value: Any, kind: Any) -> None:
     for note in notes:  # tyro's are no rules
         if isinstance(note, Rule):
             note.check(name, value)
+    # JAX has no integers as large as a float may be.
+    return float(value) if float in kinds and type(value) is int and int not in kinds else value
 
 
 @functools.cache
@@ -146,6 +149,6 @@ def check_fields(section: str, config: Any) -> None:
     names, may have no control characters: a config may come from a stranger, and is printed."""
     for name, kind in _hints(type(config)).items():
         value = getattr(config, name)
-        check_value(f"{section}{name}", value, kind)
+        object.__setattr__(config, name, check_value(f"{section}{name}", value, kind))
         is_plain = not section or not isinstance(value, str) or CONTROL.search(value) is None
         require(is_plain, f"{section}{name} may have no control characters, got {value!r}.")

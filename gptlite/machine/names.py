@@ -110,8 +110,7 @@ def _parse(name: str, text: str, kind: Any) -> Any:
             value = plain(text)
     except (ValueError, KeyError):
         raise UserError(f"{name} must be {plain.__name__}, got {text!r}.") from None
-    check_value(name, value, kind)
-    return value
+    return check_value(name, value, kind)
 
 
 def is_custom(value: str) -> bool:

@@ -40,6 +40,7 @@ from gptlite.cli import CustomFiles, exit_on_error, parse_words
 from gptlite.config import ModelConfig
 from gptlite.custom import check_files, find_custom, load_class
 from gptlite.errors import UserError, require
+from gptlite.machine.fields import Count, Seed, check_value
 from gptlite.machine.names import is_custom, parse_options, split_options
 from gptlite.machine.pytrees import count_parameters, path_name
 from gptlite.research.checks import CHECKS, inapplicable
@@ -115,6 +116,10 @@ def check_block(
     """
     unknown = sorted(set(checks) - CHECKS.keys())
     require(not unknown, f"There is no check {unknown}: there are {', '.join(CHECKS)}.")
+    sizes = {"seq": seq} if d_model is None else {"seq": seq, "d_model": d_model}
+    for name, size in sizes.items():
+        check_value(name, size, Count)
+    check_value("seed", seed, Seed)
     key = jax.random.key(seed)
     name = block.__name__ if isinstance(block, type) else type(block).__name__
     if isinstance(block, type):

@@ -10,7 +10,7 @@ from gptlite.config import Config, SamplingConfig
 from gptlite.errors import require
 from gptlite.generation.generate import PreparedModel, prepare
 from gptlite.generation.text import prompt_ids, stream_texts
-from gptlite.machine.fields import MAX_INT32, Between, check_value
+from gptlite.machine.fields import MAX_INT32, Between, Seed, check_value
 from gptlite.models.gpt import GPT
 from gptlite.text.tokenizer import Tokenizer
 
@@ -77,7 +77,7 @@ class Run:
         self, prompt: str, tokens: int, sampling: SamplingConfig, seed: int, stop: Sequence[str]
     ) -> Iterator[str]:
         check_value("max_new_tokens", tokens, Annotated[int, Between(1, MAX_INT32)])
-        check_value("seed", seed, Annotated[int, Between(0, MAX_INT32)])
+        check_value("seed", seed, Seed)
         require(
             isinstance(stop, list | tuple) and all(isinstance(text, str) for text in stop),
             f"stop must be a list of strings, got {stop!r}.",

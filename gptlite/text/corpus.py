@@ -82,11 +82,8 @@ def text_corpus(text: str | Callable[[], Iterator[str]], name: str = "text") -> 
     **Raises:** `UserError` if it is another thing, or has fewer than two distinct characters.
     `Corpus.read` raises it at the end of a text that has changed since.
     """
-    require(
-        isinstance(text, str) or callable(text),
-        f"A text is a string, or a function that reads one in pieces, got {text!r:.100}. "
-        "load_corpus reads a file.",
-    )
+    kinds = "A text is a string, or a function that reads one in pieces"
+    require(isinstance(text, str) or callable(text), f"{kinds}, got {text!r:.100}.")
     pieces = (lambda: iter([text])) if isinstance(text, str) else text
     version, characters, alphabet = scan(pieces())
     require(bool(alphabet), f"The corpus {name} is empty.")
