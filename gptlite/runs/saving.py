@@ -23,7 +23,7 @@ from gptlite.runs.find import CHECKPOINTS
 from gptlite.runs.folder import RunFolder
 from gptlite.runs.frozen import frozen_in, frozen_sha256
 from gptlite.runs.metrics_log import MetricsLog
-from gptlite.runs.stored import MODEL, as_user_error, reason_of
+from gptlite.runs.stored import MODEL, as_user_error, key_of, reason_of
 from gptlite.runs.weights import named_leaves
 from gptlite.training.fit import Progress
 from gptlite.training.step import TrainState
@@ -114,7 +114,8 @@ class Checkpoints:
             preservation_policy=ocp.checkpoint_managers.AnyPreservationPolicy(policies),
             cleanup_tmp_directories=True,
         )
-        state = ocp.StandardCheckpointHandler()
+        # What is read from a stranger must not be packed: see stored.py.
+        state = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False)
         save = state.async_save
 
         async def async_save(directory: Any, *args: Any, **kwargs: Any) -> Any:
@@ -154,7 +155,7 @@ class Checkpoints:
             require(not is_nan, f"The checkpoint {path} is not written: {name} is NaN.")
         fields = msgspec.to_builtins(record)
         items = ocp.args.Composite(
-            state=ocp.args.StandardSave(arrays),
+            state=ocp.args.PyTreeSave({key_of(name): x for name, x in arrays.items()}),
             record=ocp.args.JsonSave({**fields, "digest": digest(arrays, sums, fields)}),
         )
         self.wait()

@@ -1,11 +1,12 @@
 """Checkpoints on the disk: which there are, what they say, and their arrays, not yet read.
 
-    checkpoints/STEP/state     every array of the training state
+    checkpoints/STEP/state     a folder in the format of Zarr for each array of the training state
     checkpoints/STEP/record    everything else as JSON, with a digest of arrays and record
 
-Orbax writes them (see saving.py), in the format of TensorStore, which reads them here: its import
-takes a hundredth of a second, and Orbax's a third of one. Nothing of training is imported, either,
-so that a model is loaded quickly. The files may be a stranger's.
+Orbax writes them (see saving.py), and TensorStore reads them here: its import takes a hundredth of
+a second, and Orbax's a third of one. Nothing of training is imported, either, so that a model is
+loaded quickly. The files may be a stranger's: so nothing in them is packed, and what is read has
+the size that is seen beforehand.
 """
 
 import contextlib
@@ -34,6 +35,8 @@ MODEL = "model."
 STATES = 4
 # Bytes that a file of a checkpoint may have besides the arrays'.
 MAX_OTHER = 2**20
+# The file that describes an array.
+DESCRIPTION = ".zarray"
 
 # A number of things, of any model.
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
@@ -118,8 +121,8 @@ def open_arrays(
     """The arrays of a checkpoint whose names begin with `prefix`, by name, not yet read. They must
     be those of `wanted`, arrays or shapes of arrays. `most`: bytes that a file may have.
 
-    **Raises:** `UserError` if they are not, a file is larger, or a chunk is larger than its array;
-    what TensorStore raises (see `as_user_error`).
+    **Raises:** `UserError` if they are not, a file is larger, a chunk is larger than its array, or
+    an array is packed; what TensorStore raises (see `as_user_error`).
     """
     check_files(path, most)
     stores = _open(path, prefix)
@@ -129,7 +132,8 @@ def open_arrays(
     }
     check_shapes(dict(wanted), shapes, f"The arrays of {path}")
     for name, store in stores.items():
-        # A small file may hold a chunk that fills the memory when it is unpacked.
+        packed = store.spec().to_json()["metadata"]["compressor"]
+        require(packed is None, f"The checkpoint {path} is damaged: {name} is packed, by {packed}.")
         chunk: Any = store.chunk_layout.read_chunk.shape or ()  # None for a single number
         require(
             all(0 < c <= max(n, 1) for c, n in zip(chunk, store.shape, strict=True)),
@@ -171,19 +175,35 @@ def _open(path: Path, prefix: str = "") -> dict[str, Any]:
     require(
         "\\" not in where, f"{where} cannot be read: TensorStore takes a backslash for a slash."
     )
-    base = {"driver": "file", "path": f"{where}/"}
-    place = {"driver": "ocdbt", "base": base}
-    end = "/.zarray"
-    keys = (key.decode() for key in tensorstore.KvStore.open(place).result().list().result())
-    names = [key.removesuffix(end) for key in keys if key.startswith(prefix) and key.endswith(end)]
+    # The parts of arrays have numbers as names.
+    folders = {x.parent for x in (path / "state").rglob("[0-9]*") if x.is_file()}
+    for folder in folders:
+        file = folder / DESCRIPTION
+        require(file.is_file(), f"The checkpoint {path} is damaged: there is no file {file}.")
+        size = file.stat().st_size
+        require(
+            size <= MAX_OTHER, f"{file} has {size:,} bytes: at most {MAX_OTHER:,} are expected."
+        )
+    keys = {name_of(key := x.relative_to(path / "state").as_posix()): key for x in folders}
+    names = [name for name in keys if name.startswith(prefix)]
     require(bool(names), f"The checkpoint {path} is damaged: it holds no arrays.")
     # A chunk that is missing would be read as zeros. (Orbax leaves none out.)
     array = {"driver": "zarr", "fill_missing_data_reads": False}
-    opening = {
-        name: tensorstore.open(array | {"kvstore": place | {"path": f"{name}/"}}, read=True)
-        for name in names
-    }
+    opening = {}
+    for name in names:
+        place = {"driver": "file", "path": f"{where}/{keys[name]}/"}
+        opening[name] = tensorstore.open(array | {"kvstore": place}, read=True)
     return {name: opened.result() for name, opened in opening.items()}
+
+
+def key_of(name: str) -> str:
+    """The folder of an array: on some file systems, `W` and `w` would be one."""
+    return re.sub(r"[A-Z^]", lambda found: f"^{found[0].lower()}", name)
+
+
+def name_of(key: str) -> str:
+    """The inverse of `key_of`."""
+    return re.sub(r"\^(.)", lambda found: found[1].upper(), key)
 
 
 @contextlib.contextmanager

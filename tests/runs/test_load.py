@@ -6,15 +6,15 @@ import os
 import shutil
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import equinox as eqx
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
-import tensorstore
 from conftest import TEXT, TINY, drawn
-from support.kill_loop import arrays
+from hypothesis import given, strategies as st
+from support.kill_loop import arrays, put_arrays
 from support.runs import save_checkpoint
 
 from gptlite.config import Config
@@ -26,7 +26,7 @@ from gptlite.runs.find import checkpoint_of
 from gptlite.runs.frozen import read_frozen, save_frozen
 from gptlite.runs.load import load
 from gptlite.runs.saved_config import load_config, save_config
-from gptlite.runs.stored import Evaluated, best_step
+from gptlite.runs.stored import Evaluated, best_step, key_of, name_of
 from gptlite.runs.tokenizers import make_tokenizer
 from gptlite.runs.weights import named_arrays, named_leaves
 from gptlite.text.corpus import text_corpus
@@ -96,13 +96,20 @@ def resave(run: Path, change: dict[str, np.ndarray | None]) -> None:
     """Change arrays of the checkpoint. None: leave it out."""
     state = checkpoint_of(run, SAVED.step) / "state"
     changed = arrays(state) | change
-    shutil.rmtree(state)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(state.absolute(), {x: a for x, a in changed.items() if a is not None})
+    put_arrays(state, {x: a for x, a in changed.items() if a is not None})
 
 
-def manifest(run: Path) -> Path:
-    return checkpoint_of(run, SAVED.step) / "state" / "manifest.ocdbt"
+NORM = "model.norm.weight"
+
+
+def description(run: Path, name: str = NORM) -> Path:
+    return checkpoint_of(run, SAVED.step) / "state" / name / ".zarray"
+
+
+def describe(run: Path, name: str = NORM, **change: Any) -> None:
+    """Change what is said of an array."""
+    file = description(run, name)
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
 
 
 @pytest.mark.parametrize(
@@ -110,8 +117,17 @@ def manifest(run: Path) -> Path:
     [
         (lambda p: shutil.rmtree(p / "checkpoints"), "no weights yet"),
         (lambda p: (p / "checkpoints" / "7").rename(p / "checkpoints" / "8"), "no best weights"),
-        (lambda p: manifest(p).write_bytes(b"\x00" * 100), "checkpoints/7 cannot be read"),
-        (lambda p: manifest(p).unlink(), "checkpoints/7 is damaged: it holds no arrays"),
+        (lambda p: description(p).write_bytes(b"\x00" * 100), "checkpoints/7 cannot be read"),
+        (
+            lambda p: (shutil.rmtree(folder := description(p).parents[1]), folder.mkdir()),
+            "checkpoints/7 is damaged: it holds no arrays",
+        ),
+        (lambda p: description(p).unlink(), r"7 is damaged: there is no file .*weight/\.zarray"),
+        (lambda p: os.truncate(description(p), 2**20 + 1), r"zarray has 1,048,577 bytes: at most"),
+        (lambda p: describe(p, compressor={"id": "zstd", "level": 1}), "is packed, by .*zstd"),
+        (lambda p: describe(p, compressor={"id": "blosc", "cname": "lz4"}), "is packed, by .*lz4"),
+        (lambda p: describe(p, shape=[8]), r"norm\.weight is float32\[8\] where"),
+        (lambda p: describe(p, dtype="<f8"), r"norm\.weight is float64\[16\] where"),
         (lambda p: resave(p, {"model.norm.weight": None}), r"lack model\.norm\.weight"),
         (lambda p: resave(p, {"model.extra": np.ones(1)}), r"hold model\.extra"),
         (
@@ -192,9 +208,7 @@ def test_a_model_may_have_more_parameters_than_32_bits_count(tmp_path):
 
 def test_a_part_that_is_missing_is_not_read_as_zeros(run):
     """As when a checkpoint is deleted while it is read."""
-    base = {"driver": "ocdbt", "base": f"file://{manifest(run).parent}/"}
-    store = tensorstore.KvStore.open(base).result()
-    store.delete_range(tensorstore.KvStore.KeyRange("model.head.weight/0", "model.head.weight/1"))
+    description(run, "model.head.weight").with_name("0.0").unlink()
     with pytest.raises(UserError, match="checkpoints/7 cannot be read"):
         load(run)
 
@@ -268,11 +282,7 @@ def test_frozen_parameters_of_absurd_sizes_allocate_nothing(tmp_path, content):
 
 
 def test_weights_in_chunks_larger_than_themselves_are_refused(run):
-    """A small file may hold a chunk that fills the memory when it is unpacked."""
-    base = {"driver": "ocdbt", "base": f"file://{manifest(run).parent}/"}
-    name, store = "model.embedding.weight", tensorstore.KvStore.open(base).result()
-    metadata = json.loads(store.read(f"{name}/.zarray").result().value)
-    store.write(f"{name}/.zarray", json.dumps(metadata | {"chunks": [2**16, 2**16]})).result()
+    describe(run, "model.embedding.weight", chunks=[2**16, 2**16])
     with pytest.raises(UserError, match=r"in chunks of \[65536,"):
         load(run)
 
@@ -299,7 +309,7 @@ STATE = "checkpoints/7/state"
 
 @pytest.mark.parametrize("kind", HOSTILE)
 @pytest.mark.parametrize(
-    "name", ["config.json", "tokenizer.json", f"{STATE}/manifest.ocdbt", f"{STATE}/d"]
+    "name", ["config.json", "tokenizer.json", f"{STATE}/{NORM}/.zarray", f"{STATE}/{NORM}"]
 )
 def test_only_regular_files_of_a_plausible_size_are_read(run, name, kind):
     remove(run / name)
@@ -313,3 +323,10 @@ def test_what_a_killed_overwrite_leaves_is_not_the_newest_run(run, tmp_path, mon
     os.utime(checkpoint_of(run, 7), (1, 1))
     shutil.copytree(run, tmp_path / "runs" / ".one.old")
     assert find.find_run(None) == run
+
+
+@given(st.lists(st.text("aAbB^/.é0", min_size=1, max_size=6), max_size=5, unique=True))
+def test_arrays_have_folders_that_differ_in_more_than_their_case(names):
+    keys = [key_of(name) for name in names]
+    assert [name_of(key) for key in keys] == names
+    assert len({key.lower() for key in keys}) == len(names)

@@ -4,6 +4,7 @@ and compare it with an uninterrupted run."""
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -128,6 +129,14 @@ def compare(folder: Path) -> None:
         assert a.keys() == b.keys()
         for name in a:
             assert a[name].tobytes() == b[name].tobytes(), name
+
+
+def put_arrays(path: Path, arrays: dict[str, Any]) -> None:
+    """Put other arrays into a checkpoint."""
+    shutil.rmtree(path)
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False)
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(path.absolute(), args=ocp.args.PyTreeSave(arrays))
 
 
 def arrays(path: Path) -> dict[str, Any]:
