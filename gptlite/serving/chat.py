@@ -1,17 +1,12 @@
 """The chat template of a model in Hugging Face's format."""
 
-import contextlib
-import json
-import subprocess
-import sys
-import threading
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from gptlite.errors import UserError, require, told
 from gptlite.hugging_face.tokenizer import HFTokenizer, library_tokenizer
+from gptlite.machine.bounded import BoundedProcess
 from gptlite.machine.files import behind_links, read_bounded
 from gptlite.machine.records import read_record
 from gptlite.serving.api import check_length, check_text
@@ -41,19 +36,14 @@ class ChatTemplate:
             f"The chat template has {len(template):,} characters, at most {MAX_TEMPLATE:,} are "
             "expected.",
         )
-        self._lock = threading.Lock()
-        self._broken = ""
-        worker = Path(__file__).with_name("template_worker.py")
-        limits = map(str, (SECONDS + 2, MEMORY, MAX_CHAT))
-        self._process = subprocess.Popen(
-            # Isolated: Python must not find modules of a stranger in the working folder.
-            [sys.executable, "-I", str(worker), *limits],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+        broken = (
+            f"The model's chat template took more than {SECONDS} s or {MEMORY // 2**20:,} MiB, and "
+            "is not used any more: POST /v1/completions needs no template."
         )
-        weakref.finalize(self, _end, self._process)
-        error = self._ask({"template": template, "special": special})["error"]
+        worker = Path(__file__).with_name("template_worker.py")
+        words = (SECONDS, MEMORY, MAX_CHAT)
+        self._process = BoundedProcess(worker, words, 2 * SECONDS, broken)
+        error = self._process.ask({"template": template, "special": special})["error"]
         if error is not None:
             raise UserError(f"The model's chat template has an error: {error[:300]}.")
         # Special tokens are recognised in the template's text, unlike in a prompt.
@@ -68,45 +58,13 @@ class ChatTemplate:
         **Raises:** `UserError` if it has more, or the template refuses the messages, or breaks its
         limits, or did so before.
         """
-        answer = self._ask(messages)
+        answer = self._process.ask(messages)
         if answer["error"] is not None:
             raise UserError(f"The chat template refuses these messages: {answer['error']}.")
         check_text("messages", answer["text"])
         check_length("chat", answer["text"], most)
         with told("The tokenizer cannot encode this chat"):
             return self._tokenizer.encode(answer["text"], add_special_tokens=False).ids
-
-    def _ask(self, question: Any) -> Any:
-        """The answer of the other process, which is ended if it does not come in time."""
-        with self._lock:
-            if not self._broken:
-                timer = threading.Timer(SECONDS, self._process.kill)
-                timer.start()
-                try:
-                    assert self._process.stdin is not None
-                    assert self._process.stdout is not None
-                    self._process.stdin.write(json.dumps(question).encode() + b"\n")
-                    self._process.stdin.flush()
-                    return json.loads(self._process.stdout.readline())
-                except (OSError, ValueError):
-                    _end(self._process)
-                    self._broken = (
-                        f"The model's chat template took more than {SECONDS} s or "
-                        f"{MEMORY // 2**20:,} MiB, and is not used any more: POST /v1/completions "
-                        "needs no template."
-                    )
-                finally:
-                    timer.cancel()
-            raise UserError(self._broken)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):  # what was not written
-                pipe.close()
-    process.wait()
 
 
 def read_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:

@@ -1,13 +1,10 @@
 """A process that renders one chat template: a stranger's may take any time and memory.
 
-It is started by its path, alone, and imports nothing of the package: see `chat.py`. Lines of JSON
-come in and go out. The first has the template and what it is given; each other one, messages.
+The first question has the template and what it is given; each other one, messages.
 """
 
-import contextlib
 import datetime
 import json
-import signal
 import sys
 from typing import Any
 
@@ -16,6 +13,8 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+
+from gptlite.machine.limits import answer_lines
 
 
 class Generation(jinja2.ext.Extension):
@@ -53,55 +52,43 @@ def refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def limit(seconds: int, memory: int) -> None:
-    """Bound what this process may take, where the system can."""
-    with contextlib.suppress(ImportError, ValueError, OSError):
-        import resource
+class Templates:
+    """Answers the first question, a template and what it is given, and then messages."""
 
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if hasattr(signal, "SIGALRM"):  # ends the process, also when nobody waits for it any more
-        signal.alarm(seconds)
+    def __init__(self, most: int):
+        """`most` characters of a text."""
+        self._most = most
+        self._template: jinja2.Template | None = None
+
+    def answer(self, question: Any) -> dict[str, Any]:
+        try:
+            if self._template is None:
+                self._template = compiled(**question)
+                return {"error": None}
+            text = self._template.render(messages=question, add_generation_prompt=True)
+            if len(text) > self._most:
+                refuse(f"the text would have {len(text):,} characters, and may have {self._most:,}")
+            return {"text": text, "error": None}
+        except MemoryError:
+            raise
+        except Exception as failure:  # a template may do anything that Python's operators do
+            # Python's compiler has limits of its own.
+            kind = "" if self._template else f"{type(failure).__name__}: "
+            return {"error": f"{kind}{failure}"[:1000]}
 
 
-def main(seconds: int, memory: int, most: int) -> None:
-    """`seconds` of an answer, `memory` in bytes, `most` characters of a text."""
-    limit(seconds, memory)
-    given = json.loads(sys.stdin.readline())
-    # It can neither call functions nor change values.
+def compiled(template: str, special: dict[str, str]) -> jinja2.Template:
+    """A template that can neither call functions nor change values."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
     environment.filters["tojson"] = to_json
-    environment.globals |= {"raise_exception": refuse, "strftime_now": now, **given["special"]}
+    environment.globals |= {"raise_exception": refuse, "strftime_now": now, **special}
     # Templates ask whether these are None.
     environment.globals |= {"tools": None, "documents": None}
-    try:
-        template = environment.from_string(given["template"])
-    except MemoryError:
-        raise
-    except Exception as failure:  # also of Python's compiler, which has limits of its own
-        answer(error=f"{type(failure).__name__}: {failure}"[:1000])
-        return
-    answer(error=None)
-    for line in sys.stdin:
-        limit(seconds, memory)
-        try:
-            text = template.render(messages=json.loads(line), add_generation_prompt=True)
-            if len(text) > most:
-                refuse(f"the text would have {len(text):,} characters, and may have {most:,}")
-            answer(text=text, error=None)
-        except MemoryError:
-            raise
-        except Exception as failure:  # a template may do anything that Python's operators do
-            answer(error=str(failure)[:1000])
-
-
-def answer(**record: Any) -> None:
-    print(json.dumps(record), flush=True)
-    if hasattr(signal, "SIGALRM"):
-        signal.alarm(0)
+    return environment.from_string(template)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    seconds, memory, most = map(int, sys.argv[1:])
+    answer_lines(Templates(most).answer, seconds, memory)

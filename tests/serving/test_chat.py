@@ -121,7 +121,7 @@ def test_a_template_that_breaks_its_limits_is_out_of_use_and_all_else_serves_on(
             assert answer["error"]["message"].startswith("The model's chat template took more")
         completion = post(address, "/v1/completions", {"model": NAME, "prompt": "ab"})
         assert completion["choices"][0]["finish_reason"] in ("stop", "length")
-    assert chat._process.poll() is not None
+    assert chat._process._process.poll() is not None
 
 
 def test_a_text_that_is_too_long_is_refused_and_the_template_stays(tokenizer, tmp_path):
@@ -237,7 +237,7 @@ def test_a_template_finds_what_it_finds_elsewhere(tokenizer, tmp_path):
     )
     chat = read_chat_template(tmp_path, tokenizer)
     assert chat is not None
-    assert chat._ask([])["text"] == 'a{"b": "é<", "a": 1}'
+    assert chat._process.ask([])["text"] == 'a{"b": "é<", "a": 1}'
 
 
 def test_a_broken_template_is_refused(tokenizer, tmp_path):

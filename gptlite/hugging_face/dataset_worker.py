@@ -1,0 +1,304 @@
+"""A process that reads one dataset: see `datasets.py`. A question is one of
+
+{"open": NAME}
+{"read": NUMBER, "place": PLACE}    begin to read, from the beginning or a place that was told
+{"next": NUMBER}                    the next texts
+{"close": NUMBER}
+"""
+
+import glob
+import itertools
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import huggingface_hub
+import pandas
+import pyarrow
+import yaml
+from datasets import config
+from datasets.builder import Key
+from datasets.streaming import extend_dataset_builder_for_streaming
+from datasets.utils.file_utils import xopen
+from pyarrow import parquet
+
+from gptlite.errors import UserError, require, told
+from gptlite.machine.limits import allow, answer_lines
+from gptlite.machine.text_files import read_text
+
+# The library would import PyTorch where that is installed, which takes 100 MB and some seconds.
+config.TORCH_AVAILABLE = False
+
+# The formats of single files, by the ends of their names.
+FORMATS = {
+    **{".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".txt": "text"},
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),
+}
+PACKED = (".gz", ".zst", ".xz", ".bz2")
+# Rows of a Parquet file that are read at once, at most: what it says of its size may be a lie.
+# (1,000 at once take 6 µs a row, 16 take 8.)
+PARQUET_ROWS = 16
+# Bytes of a Parquet file's rows that are read at once, if what it says is true.
+PARQUET_BYTES = 2**28
+# Rows that are read for one answer, and in which a text is looked for; and characters, about.
+ROWS, PART = 1000, 2**20
+# How many times as long as another answer the first one at some place may take.
+RESUMING = 20
+# Characters of a text.
+MAX_TEXT = 2**28
+
+
+class Dataset:
+    """What `hf:NAME[:CONFIG][:SPLIT][:COLUMN]` names."""
+
+    def __init__(self, name: str):
+        """**Raises:** `UserError` as `open_dataset` does."""
+        self._name, self.notes = name, []
+        source, words = _parts(name)
+        require(
+            bool(source) and len(words) <= 3 and all(words),
+            f"A Hugging Face dataset is named hf:NAME[:CONFIG][:SPLIT][:COLUMN], got {name!r}.",
+        )
+        end = re.sub("|".join(map(re.escape, PACKED)), "", source.lower())
+        kind = next((kind for suffix, kind in FORMATS.items() if end.endswith(suffix)), None)
+        if os.path.isdir(source):
+            kind = None
+        require(
+            kind is not None or not os.path.isfile(source),
+            f"{source} is none of the files that gptlite reads: their names end with "
+            f"{', '.join(FORMATS)}, and {', '.join(PACKED)} behind it where they are packed.",
+        )
+        # `datasets` raises a dozen unrelated kinds of errors.
+        with told(f"The dataset {source} cannot be loaded"):
+            if kind is None:
+                _check_card(source)
+                configs = datasets.get_dataset_config_names(source)
+                chosen = words.pop(0) if words and words[0] in configs else None
+                builder = datasets.load_dataset_builder(source, chosen)
+            else:
+                # Its names are patterns, in which brackets are no letters.
+                file = glob.escape(source) if os.path.exists(source) else source
+                builder = datasets.load_dataset_builder(kind, data_files=file)
+            self.notes += _check_files(source, builder)
+            _adapt(builder, source)
+            self.is_text = builder.name == "text"
+            self._builder, splits = builder, builder.as_streaming_dataset()
+            self._split = words.pop(0) if words and words[0] in splits else "train"
+            texts = _texts(builder, splits[self._split]) if self._split in splits else []
+        if self._split not in splits or len(words) > 1:
+            raise UserError(
+                f"{name} must name a split of the dataset: it has {', '.join(map(str, splits))}."
+            )
+        self._column = words[0] if words else "text" if "text" in texts else "".join(texts[:1])
+        require(
+            self._column in texts and (bool(words) or self._column == "text" or len(texts) <= 1),
+            f"{name} must name a column of text, as in hf:{source}:{self._split}:COLUMN; the "
+            f"dataset has {', '.join(texts) or 'none'}.",
+        )
+        # The hash changes with the files, or with the dataset's revision.
+        self.version = f"{name} {builder.config_id} {builder.hash}"
+
+    def parts(self, begin: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The texts, some at a time, with the `place` of each part: the state of the library, and
+        how many texts are skipped after it. None: it cannot be begun from."""
+        with told(f"{self._name} cannot be read"):
+            # Other columns may name files anywhere.
+            splits: Any = self._builder.as_streaming_dataset()
+            rows = splits[self._split].select_columns([self._column])
+            if begin["state"] is not None:
+                rows.load_state_dict(begin["state"])
+            texts = (row[self._column] or "" for row in rows)
+            place: dict[str, Any] | None = begin
+            skipped, is_end = begin["skip"], False
+            while not is_end:
+                part, size = [], 0
+                for _ in range(ROWS):
+                    if size > PART:
+                        break
+                    text = next(texts, None)
+                    if text is None:
+                        is_end = True
+                        break
+                    require(
+                        isinstance(text, str),
+                        f"{self._name} has {str(text)[:100]!r} where a text is expected.",
+                    )
+                    if text and skipped:
+                        skipped -= 1
+                    elif text:
+                        require(
+                            len(text) <= MAX_TEXT,
+                            f"{self._name} has a text of {len(text):,} characters: at most "
+                            f"{MAX_TEXT:,} are read as one.",
+                        )
+                        part.append(text)
+                        size += len(text)
+                yield {"texts": part, "place": place, "end": is_end}
+                state = rows.state_dict()
+                place = None if state is None else {"state": state, "skip": skipped}
+
+
+def _parts(name: str) -> tuple[str, list[str]]:
+    """The source in the name of a dataset, and the words that follow. A file or folder that is
+    here may have colons in its name."""
+    rest = os.path.expanduser(name.removeprefix("hf:"))
+    parts = rest.split(":")
+    for n in range(len(parts), 0, -1):
+        if os.path.exists(":".join(parts[:n])):
+            return ":".join(parts[:n]), parts[n:]
+    # Not at the colon of an address, or of its port.
+    source, *words = re.split(r":(?!//|\d+/)", rest)
+    return source, words
+
+
+def _check_card(source: str) -> None:
+    """**Raises:** `UserError` if the card of a folder names files that are not in it."""
+    card = Path(source, config.REPOCARD_FILENAME)
+    settings = Path(source, config.REPOYAML_FILENAME)
+    named: list[Any] = []
+    if card.is_file():
+        named.append(huggingface_hub.DatasetCard.load(card).data.to_dict().get("configs"))
+    if settings.is_file():
+        more = yaml.safe_load(settings.read_text(encoding="utf-8"))
+        named.append(more.get("configs") if isinstance(more, dict) else None)
+    while named:
+        value = named.pop()
+        if isinstance(value, dict | list):
+            named += value.values() if isinstance(value, dict) else value
+        elif isinstance(value, str):
+            outside = "://" in value or value.startswith("/") or ".." in Path(value).parts
+            require(not outside, f"The dataset {source} names {value}, which is not in its folder.")
+
+
+def _check_files(source: str, builder: Any) -> list[str]:
+    """What is to be said of links among the files.
+
+    **Raises:** `UserError` if the files of a dataset are of another kind than `FORMATS` (some of
+    which are executed when they are read), or a folder's are not in the folder."""
+    kinds = sorted({*FORMATS.values()})
+    require(
+        builder.name in FORMATS.values(),
+        f"The dataset {source} is of the kind {builder.name}: gptlite reads {', '.join(kinds)}.",
+    )
+    folder = os.path.realpath(source)
+    links = []
+    if not os.path.isdir(source):
+        return links
+    for file in itertools.chain.from_iterable((builder.config.data_files or {}).values()):
+        inside = os.path.normpath(file).startswith(f"{folder}{os.sep}") and "://" not in file
+        require(inside, f"The dataset {source} names {file}, which is not in its folder.")
+        require(os.path.isfile(file), f"{file} is no file.")
+        if os.path.islink(file):
+            links.append(f"{file} is read, which is a link to {os.path.realpath(file)}.")
+    return links
+
+
+def _adapt(builder: Any, source: str) -> None:
+    """Read as gptlite does, where the library would read otherwise."""
+    extend_dataset_builder_for_streaming(builder)
+    if builder.name == "text":
+        builder._generate_tables = _text_tables
+    elif builder.name == "parquet":
+
+        def tables_of_groups(files: Any, row_groups_list: Any) -> Iterator[Any]:
+            for shard, (file, groups) in enumerate(zip(files, row_groups_list, strict=True)):
+                with xopen(file, "rb") as content:
+                    for number, batch in enumerate(_parquet_batches(content, groups)):
+                        table = pyarrow.Table.from_batches([batch])
+                        yield Key(shard, number), builder._cast_table(table)
+
+        builder._generate_tables = tables_of_groups
+    elif builder.name == "csv":
+        if ".tsv" in source.lower():
+            builder.config.sep = "\t"
+        # Else 007 would be the number 7, and the text NA nothing.
+        options = {"dtype": str, "keep_default_na": False, "chunksize": ROWS}
+
+        def tables_of_texts(base_files: Any, files_iterables: Any) -> Iterator[Any]:
+            for shard, files in enumerate(files_iterables):
+                for file in files:
+                    with xopen(file, "rb") as content:
+                        known = builder.config.pd_read_csv_kwargs
+                        pieces = pandas.read_csv(content, **{**known, **options})
+                        for number, rows in enumerate(pieces):
+                            yield Key(shard, number), pyarrow.Table.from_pandas(rows)
+
+        builder._generate_tables = tables_of_texts
+
+
+def _text_tables(base_files: Any, files_iterables: Any) -> Iterator[Any]:
+    """A text in pieces, one of which is a row, as of a file that is no dataset: the library's own
+    reader changes line ends, and reads a line of any length."""
+    for shard, files in enumerate(files_iterables):
+        for file in files:
+            with xopen(file, "rb") as content:
+                pieces = read_text(content, file)  # pyright: ignore[reportArgumentType]
+                for number, piece in enumerate(pieces):
+                    yield Key(shard, number), pyarrow.table({"text": [piece]})
+
+
+def _parquet_batches(content: Any, groups: Any) -> Iterator[Any]:
+    """The rows of some of a Parquet file's groups, or of all. The library's own reader expands a
+    whole group, in which one value may stand for any number of rows."""
+    reader = parquet.ParquetFile(content)
+    for i in range(reader.num_row_groups) if groups is None else groups:
+        group = reader.metadata.row_group(i)
+        columns = [group.column(j) for j in range(group.num_columns)]
+        size = sum(column.total_uncompressed_size for column in columns)
+        # A row is not larger than its group.
+        n_rows = max(1, min(PARQUET_ROWS, PARQUET_BYTES // max(size, 1)))
+        yield from reader.iter_batches(n_rows, row_groups=[i])
+
+
+def _texts(builder: Any, rows: Any) -> list[str]:
+    """The columns of text."""
+    if rows.features is None:  # of a list in JSON
+        # A column in which something is no text would be one of JSON in quotes.
+        builder.config.on_mixed_types = None
+        first = itertools.islice(rows, ROWS)
+        found = {k: None for row in first for k, value in row.items() if isinstance(value, str)}
+        return list(found)
+    kinds = ("string", "large_string", "string_view")
+    return [name for name, kind in rows.features.items() if getattr(kind, "dtype", "") in kinds]
+
+
+def main(seconds: int, memory: int) -> None:
+    """Answer questions, each in so many seconds of the processor, with `memory` bytes."""
+    opened: list[Dataset] = []
+    readings: dict[int, Iterator[dict[str, Any]]] = {}
+    begun: set[int] = set()
+
+    def answer(question: dict[str, Any]) -> dict[str, Any]:
+        match question:
+            case {"open": name}:
+                opened.append(Dataset(name))
+                dataset = opened[0]
+                parts = {"version": dataset.version, "is_text": dataset.is_text}
+                return {**parts, "notes": dataset.notes}
+            case {"read": number, "place": place}:
+                readings[number] = opened[0].parts(place)
+                begun.update([number] if place["state"] else [])
+            case {"next": number}:
+                if number in begun:  # what was read before may be read again
+                    allow(RESUMING * seconds)
+                    begun.remove(number)
+                return next(readings[number])
+            case {"close": number}:
+                del readings[number]
+        return {}
+
+    def answer_or_error(question: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return answer(question)
+        except UserError as error:
+            return {"error": str(error)}
+
+    answer_lines(answer_or_error, seconds, memory)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
