@@ -182,6 +182,7 @@ class SampleArguments:
             self.prompt is None or self.prompt_file is None,
             "Give the prompt with --prompt or with --prompt-file, not with both.",
         )
+        require(all(self.stop), "--stop takes a text, got none.")
 
 
 @dataclass(frozen=True)

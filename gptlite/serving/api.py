@@ -125,6 +125,10 @@ class Completion(Knobs):
         return prompt
 
 
+# Messages of a chat: a template may take a time that is the square of their number.
+MAX_MESSAGES = 2048
+
+
 @dataclass(frozen=True)
 class Chat(Knobs):
     """The body of a request to /v1/chat/completions."""
@@ -140,7 +144,11 @@ class Chat(Knobs):
         require(
             bool(self.messages) and all(map(_is_message, self.messages)),
             "messages must be a list of objects with a role and a content, both texts, got "
-            f"{self.messages!r}.",
+            f"{str(self.messages)[:300]}.",
+        )
+        require(
+            len(self.messages) <= MAX_MESSAGES,
+            f"A chat may have {MAX_MESSAGES:,} messages, got {len(self.messages):,}.",
         )
         for name in ("tool_calls", "function_call", "audio"):
             given = next((x[name] for x in self.messages if x.get(name)), None)
@@ -203,10 +211,10 @@ class Body(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
 
-T = TypeVar("T", bound=Body)
+BodyT = TypeVar("BodyT", bound=Body)
 
 
-def parse(kind: type[T], body: bytes) -> T:
+def parse(kind: type[BodyT], body: bytes) -> BodyT:
     """The request in `body`.
 
     **Raises:** `UserError` if it is none.

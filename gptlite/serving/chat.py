@@ -1,5 +1,6 @@
 """The chat template of a model in Hugging Face's format."""
 
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from gptlite.hugging_face.tokenizer import HFTokenizer, library_tokenizer
 from gptlite.machine.bounded import BoundedProcess
 from gptlite.machine.files import behind_links, read_bounded
 from gptlite.machine.records import read_record
-from gptlite.serving.api import check_length, check_text
+from gptlite.serving.api import check_ids, check_length, check_text
 from gptlite.text.tokenizer import Tokenizer
 
 # Characters of a template. Those of models have some thousands.
@@ -47,6 +48,7 @@ class ChatTemplate:
         if error is not None:
             raise UserError(f"The model's chat template has an error: {error[:300]}.")
         # Special tokens are recognised in the template's text, unlike in a prompt.
+        self._plain = tokenizer
         self._tokenizer = library_tokenizer(tokenizer.to_json()["tokenizer"])
 
     def encode(self, messages: Sequence[Any], most: int) -> list[int]:
@@ -55,16 +57,24 @@ class ChatTemplate:
         `most`: the characters of a text that may fit into the context. One with more is not
         encoded.
 
-        **Raises:** `UserError` if it has more, or the template refuses the messages, or breaks its
-        limits, or did so before.
+        **Raises:** `UserError` if it has more, or a character or token that the model does not
+        know, or the template refuses the messages, or breaks its limits, or did so before.
         """
+        contents = [str(message.get("content") or "") for message in messages]
+        check_length("chat", "".join(contents), most)
+        for content in contents:
+            # What would not come back is not known to the model. (A template may trim a text, and
+            # the tokenizer may compose its characters.)
+            self._plain.encode(unicodedata.normalize("NFC", content))
         answer = self._process.ask(messages)
         if answer["error"] is not None:
             raise UserError(f"The chat template refuses these messages: {answer['error']}.")
         check_text("messages", answer["text"])
         check_length("chat", answer["text"], most)
         with told("The tokenizer cannot encode this chat"):
-            return self._tokenizer.encode(answer["text"], add_special_tokens=False).ids
+            ids = self._tokenizer.encode(answer["text"], add_special_tokens=False).ids
+        check_ids(ids, self._plain.vocab_size)
+        return ids
 
 
 def read_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:

@@ -20,6 +20,7 @@ from gptlite.serving.api import (
     MAX_NUMBERS,
     MAX_TEXTS,
     ApiError,
+    BodyT,
     Chat,
     ChatForm,
     Completion,
@@ -62,6 +63,10 @@ class Endpoints:
             return work()
         return await anyio.to_thread.run_sync(work, limiter=self._one)
 
+    async def _parsed(self, kind: type[BodyT], body: bytes) -> BodyT:
+        """The request in `body`: see `parse`."""
+        return await self._off_loop(len(body) > LONG, lambda: parse(kind, body))
+
     async def health(self, request: Request) -> Response:
         engine = self._served.engine
         return JSONResponse(
@@ -98,7 +103,7 @@ class Endpoints:
     async def completions(self, request: Request) -> Response:
         with bad_request():
             body = await body_of(request)
-            asked = parse(Completion, body)
+            asked = await self._parsed(Completion, body)
             served = await self._find(asked.model)
             require(
                 0 < len(asked.prompts) * asked.n <= MAX_TEXTS,
@@ -123,7 +128,7 @@ class Endpoints:
             message = f"{template} POST /v1/completions continues a text without one."
             raise ApiError(404, message, "no_chat_template")
         with bad_request():
-            asked = parse(Chat, await body_of(request))
+            asked = await self._parsed(Chat, await body_of(request))
             served = await self._find(asked.model)
             ids = await self._off_loop(
                 True, lambda: template.encode(asked.turns, served.most_characters)

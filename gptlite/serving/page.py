@@ -31,7 +31,6 @@ from gptlite.serving.api import (
     check_ids,
     check_text,
     finite,
-    parse,
 )
 from gptlite.serving.curves import read_curves
 from gptlite.serving.endpoints import (
@@ -199,9 +198,9 @@ class PageEndpoints(Endpoints):
         """Every token of a text of any length."""
         with bad_request():
             body = await body_of(request)
-            asked = parse(Text, body)
+            asked = await self._parsed(Text, body)
             served = await self._find(asked.model)
-            scoring = Scoring(served, asked.text)
+            scoring = await self._off_loop(len(body) > LONG, lambda: Scoring(served, asked.text))
         mailbox = Mailbox(streamed=False)
         texts = scoring.texts(mailbox)
         submit(served.engine, texts)
@@ -214,7 +213,7 @@ class PageEndpoints(Endpoints):
     async def look(self, request: Request) -> Response:
         """Inside of the model while it predicts a token."""
         with bad_request():
-            asked = parse(Place, await body_of(request))
+            asked = await self._parsed(Place, await body_of(request))
             served = await self._find(asked.model)
             size, most = served.tokenizer.vocab_size, longest(served.model.config)
             check_ids(asked.ids, size)

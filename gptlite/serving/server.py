@@ -14,7 +14,7 @@ from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gptlite.errors import UserError
 
@@ -32,8 +32,12 @@ MAX_CONNECTIONS = 512
 MANY_CONNECTIONS = MAX_CONNECTIONS // 2
 
 
-# uvicorn's protocol: of httptools where that is installed, else of h11.
-HttpProtocol: Any = AutoHTTPProtocol
+# Bytes of a request's head, and of what follows a body in chunks.
+MAX_HEAD = 2**16
+
+
+# httptools, which uvicorn would take if it is installed, bounds no heads.
+HttpProtocol: Any = H11Protocol
 
 
 class TimedProtocol(HttpProtocol):
@@ -127,6 +131,7 @@ def server_config(app: ASGIApp) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         limit_concurrency=MAX_CONNECTIONS,
+        h11_max_incomplete_event_size=MAX_HEAD,
         timeout_graceful_shutdown=GRACE_SECONDS + SEND_SECONDS,
     )
 

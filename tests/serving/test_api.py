@@ -520,3 +520,26 @@ def test_idle_connections_of_one_client_keep_no_other_out(monkeypatch):
         status, answer, _ = post(address, json.dumps({"model": NAME, "prompt": "a"}))
         assert (status, len(answer["choices"])) == (200, 1)
         assert [piece.choices[0].finish_reason for piece in streamed][-1] == "length"
+
+
+BEGIN = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+ENDLESS = {
+    "address": (b"GET /", b"a"),
+    "header": (BEGIN + b"x: ", b"a"),
+    "headers": (BEGIN, b"x: y\r\n"),
+    "size of a chunk": (BEGIN + b"Transfer-Encoding: chunked\r\n\r\n1;", b"a"),
+    "trailers": (BEGIN + b"Transfer-Encoding: chunked\r\n\r\n0\r\n", b"x: y\r\n"),
+}
+
+
+@pytest.mark.parametrize("what", ENDLESS)
+def test_a_head_without_end_ends_the_connection(what):
+    begin, more = ENDLESS[what]
+    with serving() as address, socket.create_connection(("127.0.0.1", address.port), 10) as long:
+        sent = 0
+        with contextlib.suppress(OSError):
+            long.sendall(begin)
+            while sent < 2**25:
+                long.sendall(more * (2**16 // len(more)))
+                sent += 2**16
+    assert sent < 2**24

@@ -71,6 +71,29 @@ def test_the_template_makes_ids_with_special_tokens(tokenizer, tmp_path):
     assert read_chat_template(tmp_path, tokenizer) is None
 
 
+def test_a_chat_of_any_number_of_messages_is_refused(tokenizer, tmp_path):
+    write(tmp_path, "{{ messages | length }}")
+    chat = read_chat_template(tmp_path, tokenizer)
+    assert chat is not None
+    asked = {"model": NAME, "messages": [{"role": "user", "content": ""}] * 2049}
+    with serving(tiny_model(), tokenizer=tokenizer, chat=chat) as address:
+        answer = post(address, "/v1/chat/completions", asked)
+    assert answer["error"]["message"] == "A chat may have 2,048 messages, got 2,049."
+
+
+def test_what_the_model_does_not_know_is_refused(tokenizer, tmp_path):
+    write(tmp_path, "<pad>{{ messages[0].content }}")
+    library = tokenizers.Tokenizer.from_str(tokenizer.to_json()["tokenizer"])
+    library.add_special_tokens(["<pad>"])
+    more = HFTokenizer(library.to_str(), tokenizer.vocab_size)
+    chat = read_chat_template(tmp_path, more)
+    assert chat is not None
+    with pytest.raises(UserError, match=r"Ids must be from 0 to 12, got \[13\]"):
+        chat.encode([{"role": "user", "content": "ab"}], MOST)
+    with pytest.raises(UserError, match=r"The character 'é' .* does not come back"):
+        chat.encode([{"role": "user", "content": "ab\u0065\u0301"}], MOST)
+
+
 def test_a_chat_that_cannot_fit_is_not_encoded(tokenizer, tmp_path):
     write(tmp_path)
     chat = read_chat_template(tmp_path, tokenizer)
