@@ -29,8 +29,11 @@ POST_PROCESSORS = ("TemplateProcessing", "ByteLevel", "BertProcessing", "Roberta
 MAX_PREFIX = 100
 # Ids that are put before a text.
 MAX_START = 16
-# Characters of a token of a Unigram model: it looks for the longest one at each character.
-MAX_PIECE = 128
+# Characters of a token of a Unigram model, which looks for the longest one at each character, and
+# of all of them (Gemma's are 2 million).
+MAX_PIECE, MAX_PIECES = 128, 2**23
+# Tokens (Gemma has 0.3 million), and characters of those that were added to the model's.
+MAX_TOKENS, MAX_ADDED = 2**20, 2**20
 
 # PATTERNS without possessive quantifiers, which the other library reads differently. They only make
 # the search faster.
@@ -73,6 +76,8 @@ def check_components(record: Any) -> None:
     """**Raises:** `UserError` if a part of the `tokenizer.json` in `record` is not known."""
     require(isinstance(record, dict), "A tokenizer.json is a JSON object.")
     _check_model(record.get("model"))
+    added = [len(token["content"]) for token in record.get("added_tokens") or ()]
+    _check_size("added tokens' length in characters", sum(added), MAX_ADDED)
     for name, steps, kinds in (
         ("normalizer", _steps(record, "normalizer", "normalizers"), (*GROWTH, "Replace")),
         ("decoder", decoders(record), DECODERS),
@@ -115,13 +120,11 @@ def _check_model(model: Any) -> None:
     _check(not prefix, "model", {"continuing_subword_prefix": prefix})
     for name in ("end_of_word_suffix", "unk_token"):
         _check_prefix(model.get(name) or "")
-    pieces = model.get("vocab") if kind == "Unigram" else ()
-    longest = max((len(piece) for piece, _ in pieces or ()), default=0)
-    require(
-        longest <= MAX_PIECE,
-        f"The tokenizer's model has a token of {longest:,} characters: at most {MAX_PIECE} are "
-        "allowed for Unigram.",
-    )
+    for name in ("vocab", "merges"):
+        _check_size(f"number of {name}", len(model.get(name) or ()), MAX_TOKENS)
+    lengths = [len(piece) for piece, _ in model.get("vocab") or ()] if kind == "Unigram" else []
+    _check_size("longest token's length in characters", max(lengths, default=0), MAX_PIECE)
+    _check_size("tokens' length in characters", sum(lengths), MAX_PIECES)
 
 
 def pre_tokenizers(record: Mapping[str, Any]) -> list[Any]:
@@ -179,6 +182,10 @@ def _growth(name: str, step: dict[str, Any]) -> int:
     _check(string is not None or name == "normalizer", name, pattern)
     least = 1 if string is None else len(string)
     return max(1, -(-len(str(content)) // least))
+
+
+def _check_size(what: str, size: int, most: int) -> None:
+    require(size <= most, f"The tokenizer's {what} is {size:,}: at most {most:,} is allowed.")
 
 
 def _check(known: bool, part: str, what: Any) -> None:

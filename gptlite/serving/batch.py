@@ -41,6 +41,8 @@ from gptlite.serving.text import ServedText, TextScores
 MIN_CAPACITY = 256
 # Tokens of texts that are read in one call, between two calls for the texts that are generated.
 TOKENS_PER_READ = 256
+# A long prompt is read in parts of fewer, `MIN_PART` at least, where a part takes longer than this.
+MIN_PART, PART_SECONDS = 32, 0.3
 # The shortest prompts are read in `MIN_ROOM` places. Prompts that fit into `MAX_GROUP_ROOM` are
 # read in groups of at most `GROUP_ROWS` rows; longer ones alone, which is as fast.
 MIN_ROOM, MAX_GROUP_ROOM = 16, 32
@@ -116,6 +118,10 @@ class Batch:
         """Inputs that are the same until a text joins or leaves."""
         self._bytes: dict[tuple[int, int], int] = {}
         self._seconds_per_token = CALL_SECONDS
+        self._part = TOKENS_PER_READ
+        """Tokens of a long prompt that are read at once."""
+        self._parts: set[tuple[int, int]] = set()
+        """Tokens and capacity of the programs that have read such a part."""
 
     @property
     def texts(self) -> list[ServedText]:
@@ -152,18 +158,29 @@ class Batch:
     def read_on(self, reading: Reading) -> bool:
         """Read the next part of a long prompt. Whether that was the last, and the texts have joined
         that want more."""
-        part = reading.prompt[reading.done : reading.done + TOKENS_PER_READ]
+        part = reading.prompt[reading.done : reading.done + min(self._part, TOKENS_PER_READ)]
+        start = time.perf_counter()
         scored = any(text.prompt_scored for text in reading.texts)
         reading.state, scores = self._read_rows(
             [part], reading.state, reading.done, scored, len(reading.prompt)
         )
+        jax.block_until_ready(reading.state)
         if scores is not None:
             reading.scores.append(_scores_of(scores, 0, len(part)))
         reading.done += len(part)
+        self._note_part(len(part), len(reading.prompt), time.perf_counter() - start)
         if reading.done < len(reading.prompt):
             return False
         self._join(reading.state, [[text for text in reading.texts if text.max_new_tokens]])
         return True
+
+    def _note_part(self, tokens: int, prompt: int, seconds: float) -> None:
+        """Let the next parts take the time that they should."""
+        program = tokens, capacity_for(prompt, self.context_length)
+        if program not in self._parts:  # it was compiled
+            self._parts.add(program)
+        elif tokens == self._part and seconds > PART_SECONDS:
+            self._part = max(MIN_PART, self._part // 2)
 
     def step(self) -> list[New]:
         """The next tokens of all texts: as many as a short call makes, and none needs."""

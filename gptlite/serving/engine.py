@@ -58,6 +58,8 @@ class Engine:
         self._waiting: deque[deque[ServedText]] = deque()
         self._closed = False
         self._reading: Reading | None = None
+        self._owed = 0.0
+        """Seconds that the texts that are generated wait for, because a part was read."""
         self._seconds_per_text = 1.0
         self._begun: dict[ServedText, float] = {}
         """When each of them was given its row."""
@@ -168,7 +170,9 @@ class Engine:
             text.fail()
 
     def _turn(self) -> None:
-        """Read prompts for `READ_SECONDS`, or at least one; then make the next tokens."""
+        """Read prompts for `READ_SECONDS`, or at least one; then make the next tokens. A part of a
+        long prompt is read only when the texts that are generated have had as much time since the
+        part before."""
         for text in list(self._begun):
             if text.cancelled:
                 self._leave(text)
@@ -178,7 +182,10 @@ class Engine:
         while self._read() and time.monotonic() < start + READ_SECONDS:
             pass
         if self._batch.texts:
-            for text, ids, scores in self._batch.step():
+            start = time.monotonic()
+            steps = self._batch.step()
+            self._owed -= time.monotonic() - start
+            for text, ids, scores in steps:
                 text.add(ids, scores)
                 if text.finished:
                     self._leave(text)
@@ -231,12 +238,17 @@ class Engine:
         if long:
             self._reading = Reading(long)
         reading = self._reading
-        if reading is not None and self._batch.read_on(reading):
-            self._reading = None
-            scores = reading.all_scores()
-            for text in reading.texts:
-                self._read_to_end(text, scores if text.prompt_scored else None)
-        return bool(texts or back) or reading is not None
+        is_due = reading is not None and (self._owed <= 0 or not self._batch.texts)
+        if reading is not None and is_due:
+            start = time.monotonic()
+            is_read = self._batch.read_on(reading)
+            self._owed = time.monotonic() - start
+            if is_read:
+                self._reading = None
+                scores = reading.all_scores()
+                for text in reading.texts:
+                    self._read_to_end(text, scores if text.prompt_scored else None)
+        return bool(texts or back) or is_due
 
     def _read_to_end(self, text: ServedText, scores: TextScores | None) -> None:
         text.prompt_read(scores)
@@ -267,6 +279,12 @@ class Engine:
                 needed = self._batch.memory(n_active, final) + self._batch.bytes_aside
                 if n_active > self.max_rows or (n_active > 1 and needed > self._memory):
                     break
+                # While a long prompt is read, its texts leave room for a short one.
+                more = self._batch.memory(n_active + 1, final) + self._batch.bytes_aside
+                is_full = n_active >= self.max_rows or more > self._memory
+                if is_long and n_active > 1 and is_full:
+                    place += 1
+                    continue
                 if is_aside:
                     back.append(self._take(place))
                     continue

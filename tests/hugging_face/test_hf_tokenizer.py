@@ -454,7 +454,22 @@ MANY_IDS = {"id": "x", "ids": [0] * 33, "tokens": ["a"] * 33}
         ({"post_processor": {"type": "Other"}}, "'Other'"),
         ({"model": {"type": "Other"}}, "'Other'"),
         ({"model": {"type": "WordPiece", "vocab": {"a": 0}}}, "'WordPiece'"),
-        ({"model": {"type": "Unigram", "vocab": [["a" * 129, 0.0]]}}, "of 129 characters"),
+        (
+            {"model": {"type": "Unigram", "vocab": [["a" * 129, 0.0]]}},
+            "in characters is 129: at most 128",
+        ),
+        (
+            {"model": {"type": "Unigram", "vocab": [["a" * 128, 0.0]] * (2**16 + 1)}},
+            "in characters is 8,388,736: at most 8,388,608",
+        ),
+        (
+            {"model": BPE | {"vocab": {str(i): i for i in range(2**20 + 1)}}},
+            "number of vocab is 1,048,577: at most 1,048,576",
+        ),
+        (
+            {"added_tokens": [{"id": 1, "content": "a" * 2**20}, {"id": 2, "content": "b"}]},
+            "added tokens' length in characters is 1,048,577",
+        ),
         ({"model": BPE | {"continuing_subword_prefix": "##"}}, "continuing_subword_prefix"),
         ({"model": BPE | {"end_of_word_suffix": "a" * 101}}, "at most 100 characters"),
         (many("decoder", replaced("a", "a" * 100), 5), "10,000,000,000 characters of one"),

@@ -282,6 +282,7 @@ def run_main(script, argv, monkeypatch, capsys) -> tuple[object, str]:
         (["--prompt", ""], "prompt is empty"),
         (["--prompt", "The 🙂"], "U+1F642"),
         (["--prompt", "T", "--temperature", "-1"], "temperature must be"),
+        (["--prompt", "T", "--stop", ""], "--stop takes a text, got none"),
         (["--prompt", "T", "--top-p", "0"], "top_p must be"),
         (["--prompt", "T", "--top-k", "-1"], "top_k must be"),
         (["--prompt", "T", "--min-p", "2"], "min_p must be"),
