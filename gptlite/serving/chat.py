@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gptlite.errors import UserError, require, told
-from gptlite.hugging_face.tokenizer import HFTokenizer, library_tokenizer
+from gptlite.hugging_face.tokenizer import HFTokenizer, library_ids, library_tokenizer
 from gptlite.machine.bounded import BoundedProcess
 from gptlite.machine.files import behind_links, read_bounded
 from gptlite.machine.records import read_record
@@ -72,7 +72,7 @@ class ChatTemplate:
         check_text("messages", answer["text"])
         check_length("chat", answer["text"], most)
         with told("The tokenizer cannot encode this chat"):
-            ids = self._tokenizer.encode(answer["text"], add_special_tokens=False).ids
+            ids = library_ids(self._tokenizer, answer["text"], with_special=False)
         check_ids(ids, self._plain.vocab_size)
         return ids
 

@@ -438,11 +438,14 @@ def link_folder(chance: random.Random, folder: Path) -> str:
     return f"{name} link"
 
 
+FORGED = (".json", ".safetensors", ".jsonl")
+
+
 def damage(chance: random.Random, path: Path, other: Path) -> str:
     """Damage or replace a file. What was done."""
     content = path.read_bytes()
     how = chance.choice(
-        ["forged"] * 8 * (path.suffix in (".json", ".safetensors", ".jsonl"))
+        ["forged"] * 8 * (path.suffix in FORGED or path.name in (".zarray", "metadata"))
         + ["bits", "bits", "cut", "noise", "swapped", "link", "pipe", "folder", "huge", "absent"]
         + ["hard link"]
     )
@@ -758,6 +761,9 @@ class Worker:
 
 def serve() -> None:
     """Answer each line, a script and its arguments, with a line."""
+    from gptlite.hugging_face import datasets
+
+    datasets.SECONDS = 5
     for line in sys.stdin:
         script, argv = json.loads(line)
         out, err, code = io.StringIO(), io.StringIO(), 0
