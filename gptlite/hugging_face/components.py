@@ -31,7 +31,7 @@ MAX_PREFIX = 100
 MAX_START = 16
 # Characters of a token of a Unigram model, which looks for the longest one at each character, and
 # of all of them (Gemma's are 2 million).
-MAX_PIECE, MAX_PIECES = 128, 2**23
+MAX_PIECE, MAX_PIECES = 128, 2**22
 # Tokens (Gemma has 0.3 million), and characters of those that were added to the model's.
 MAX_TOKENS, MAX_ADDED = 2**20, 2**20
 

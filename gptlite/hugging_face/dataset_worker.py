@@ -10,6 +10,7 @@ import glob
 import itertools
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,6 +49,8 @@ PARQUET_BYTES = 2**28
 ROWS, PART = 1000, 2**20
 # How many times as long as another answer the first one at some place may take.
 RESUMING = 20
+# Seconds after which the process ends if nothing is being read: it has some 150 MB.
+IDLE = 30
 # Characters of a text.
 MAX_TEXT = 2**28
 
@@ -292,10 +295,14 @@ def main(seconds: int, memory: int) -> None:
         return {}
 
     def answer_or_error(question: dict[str, Any]) -> dict[str, Any]:
+        signal.alarm(0)
         try:
             return answer(question)
         except UserError as error:
             return {"error": str(error)}
+        finally:
+            if not readings:
+                signal.alarm(IDLE)
 
     answer_lines(answer_or_error, seconds, memory)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gptlite.errors import UserError
+from gptlite.errors import UserError, require
 from gptlite.machine.bounded import BoundedProcess
 from gptlite.machine.progress import log
 from gptlite.text.corpus import Corpus
@@ -30,8 +30,12 @@ def open_dataset(name: str) -> Corpus:
         "files are damaged, or have lines, rows or patterns of an unusual size."
     )
     worker = Path(__file__).with_name("dataset_worker.py")
-    process = BoundedProcess(worker, (SECONDS, MEMORY), WAIT, broken)
     numbers = itertools.count()
+
+    def begin() -> BoundedProcess:
+        return BoundedProcess(worker, (SECONDS, MEMORY), WAIT, broken)
+
+    process = begin()
 
     def ask(**question: Any) -> dict[str, Any]:
         answer = process.ask(question)
@@ -45,8 +49,13 @@ def open_dataset(name: str) -> Corpus:
     place: Any = None
 
     def read(state: Any) -> Iterator[str]:
-        nonlocal place
+        nonlocal place, process
         number, end = next(numbers), False
+        if process.went_home:
+            process = begin()
+            again = ask(open=name)
+            changed = again["version"] != opened["version"]
+            require(not changed, f"The dataset {name} was changed since it was opened.")
         ask(read=number, place=state or {"state": None, "skip": 0})
         try:
             while not end:

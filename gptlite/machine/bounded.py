@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -42,6 +43,11 @@ class BoundedProcess:
             stderr=subprocess.DEVNULL,
         )
         weakref.finalize(self, _end, self._process)
+
+    @property
+    def went_home(self) -> bool:
+        """Whether it ended because it was not asked for long."""
+        return self._process.poll() == -signal.SIGALRM
 
     def ask(self, question: Any) -> Any:
         """The answer.

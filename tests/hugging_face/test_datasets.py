@@ -6,6 +6,7 @@ import gzip
 import http.server
 import json
 import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -505,6 +506,27 @@ def test_a_column_of_texts_and_other_things_is_refused(rows, suffix, tmp_path):
     (tmp_path / f"a.{suffix}").write_text(joined)
     with pytest.raises(UserError, match=r"column of text|where a text is expected|cannot be"):
         list(documents(tmp_path / f"a.{suffix}").read(None))
+
+
+def test_a_process_that_has_nothing_to_read_ends_and_another_one_begins(tmp_path, monkeypatch):
+    begun = []
+
+    class Process(datasets.BoundedProcess):
+        def __init__(self, *arguments: Any):
+            super().__init__(*arguments)
+            begun.append(self)
+
+    monkeypatch.setattr(datasets, "BoundedProcess", Process)
+    corpus = write_dataset(tmp_path / "a.jsonl", ["one", "two"])
+    begun[0]._process.send_signal(signal.SIGALRM)
+    begun[0]._process.wait()
+    assert list(corpus.read(None)) == ["one", "two"]
+    assert len(begun) == 2
+    begun[1]._process.send_signal(signal.SIGALRM)
+    begun[1]._process.wait()
+    (tmp_path / "a.jsonl").write_text(lines(["three"]))
+    with pytest.raises(UserError, match=r"The dataset .* was changed since it was opened"):
+        list(corpus.read(None))
 
 
 def test_two_readings_do_not_disturb_each_other(tmp_path):

@@ -459,8 +459,8 @@ MANY_IDS = {"id": "x", "ids": [0] * 33, "tokens": ["a"] * 33}
             "in characters is 129: at most 128",
         ),
         (
-            {"model": {"type": "Unigram", "vocab": [["a" * 128, 0.0]] * (2**16 + 1)}},
-            "in characters is 8,388,736: at most 8,388,608",
+            {"model": {"type": "Unigram", "vocab": [["a" * 128, 0.0]] * (2**15 + 1)}},
+            "in characters is 4,194,432: at most 4,194,304",
         ),
         (
             {"model": BPE | {"vocab": {str(i): i for i in range(2**20 + 1)}}},
