@@ -120,8 +120,8 @@ def _check_model(model: Any) -> None:
     _check(not prefix, "model", {"continuing_subword_prefix": prefix})
     for name in ("end_of_word_suffix", "unk_token"):
         _check_prefix(model.get(name) or "")
-    for name in ("vocab", "merges"):
-        _check_size(f"number of {name}", len(model.get(name) or ()), MAX_TOKENS)
+    _check_size("number of tokens", len(model.get("vocab") or ()), MAX_TOKENS)
+    _check_size("number of merges", len(model.get("merges") or ()), MAX_TOKENS)
     lengths = [len(piece) for piece, _ in model.get("vocab") or ()] if kind == "Unigram" else []
     _check_size("longest token's length in characters", max(lengths, default=0), MAX_PIECE)
     _check_size("tokens' length in characters", sum(lengths), MAX_PIECES)

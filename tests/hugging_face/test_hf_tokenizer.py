@@ -464,7 +464,7 @@ MANY_IDS = {"id": "x", "ids": [0] * 33, "tokens": ["a"] * 33}
         ),
         (
             {"model": BPE | {"vocab": {str(i): i for i in range(2**20 + 1)}}},
-            "number of vocab is 1,048,577: at most 1,048,576",
+            "number of tokens is 1,048,577: at most 1,048,576",
         ),
         (
             {"added_tokens": [{"id": 1, "content": "a" * 2**20}, {"id": 2, "content": "b"}]},
