@@ -302,6 +302,70 @@ def test_a_long_prompt_does_not_hold_up_short_ones(start, monkeypatch):
     assert short.ended < long[1].ended
 
 
+def test_texts_whose_long_prompt_is_read_leave_a_row_for_others(start, monkeypatch):
+    monkeypatch.setattr("gptlite.serving.batch.TOKENS_PER_READ", 16)
+    engine = start(tiny_model(context_length=256), max_rows=2)
+    read_on, short, waits = batch.Batch.read_on, Client([2], 3), 0
+
+    def slow(self, reading):
+        nonlocal waits
+        if short.done.is_set() or waits > 10_000:
+            return read_on(self, reading)
+        time.sleep(0.001)
+        waits += 1
+        return False
+
+    monkeypatch.setattr(batch.Batch, "read_on", slow)
+    long = [Client([1] * 256, 3, seed=i) for i in range(3)]
+    engine.submit([client.text for client in long])
+    while not waits:
+        time.sleep(0.001)
+    engine.submit([short.text])
+    assert short.reason == "length"
+    assert all(client.reason == "length" for client in long)
+    assert waits <= 10_000
+
+
+def test_what_is_generated_has_half_of_the_time(start, monkeypatch):
+    """A part of a long prompt is not read again before as much time was spent on texts."""
+    monkeypatch.setattr("gptlite.serving.batch.TOKENS_PER_READ", 16)
+    engine = start(tiny_model(context_length=256))
+    spent: list[tuple[str, float]] = []
+
+    def timed(name, function):
+        def run(*arguments):
+            begun = time.monotonic()
+            time.sleep(0.2 if name == "read_on" else 0.05)
+            result = function(*arguments)
+            spent.append((name, time.monotonic() - begun))
+            return result
+
+        return run
+
+    short = Client([2], 100)
+    engine.submit([short.text])
+    while not short.pieces:
+        time.sleep(0.001)
+    for name in ("read_on", "step"):
+        monkeypatch.setattr(batch.Batch, name, timed(name, getattr(batch.Batch, name)))
+    long = Client([1] * 64, 1)
+    engine.submit([long.text])
+    assert {long.reason, short.reason} == {"length"}
+    first, second, *_ = [place for place, (name, _) in enumerate(spent) if name == "read_on"]
+    steps = sum(seconds for _, seconds in spent[first + 1 : second])
+    assert steps > 0.9 * spent[first][1]
+
+
+def test_parts_of_long_prompts_take_the_time_that_they_should():
+    model = batch.Batch(tiny_model())
+    sizes = []
+    for seconds in (9.0, 9.0, 9.0, 0.1, 9.0, 9.0, 9.0, 9.0, 9.0):
+        model._note_part(model._part, C, seconds)
+        sizes.append(model._part)
+    # Not by the first time of a program, when it is compiled.
+    assert sizes == [256, 128, 128, 128, 64, 64, 32, 32, 32]
+
+
 def test_texts_that_are_given_up_leave_the_queue(start):
     engine = start(max_rows=1, max_waiting=3)
     first = Client([1], 10**6)
