@@ -21,6 +21,7 @@ import train
 from gptlite.cli import LogConfig, SampleArguments, TrainArguments, parse_sample, parse_train
 from gptlite.config import Config, OptimizerConfig, SamplingConfig, TrainingConfig
 from gptlite.errors import UserError
+from gptlite.machine.fields import check_value
 from gptlite.machine.names import BlockNames
 from gptlite.machine.processes import DistributedConfig
 
@@ -124,6 +125,9 @@ def test_a_whole_number_in_place_of_a_fraction_is_one():
     for value, wanted in ((config.learning_rate, 2.0**63), (config.clip_norm, 1.0)):
         assert (type(value), value) == (float, wanted)
     assert type(SamplingConfig(top_k=3, temperature=1).top_k) is int
+    for size in (10**400, -(10**400)):
+        with pytest.raises(UserError, match=r"x must be at least -3\.4e\+38"):
+            check_value("x", size, float | None)
 
 
 @pytest.mark.parametrize("value", [10**400, -(10**400), 1e39, math.inf, math.nan])

@@ -33,7 +33,7 @@ class BoundedProcess:
     def __init__(self, script: Path, words: Sequence[object], seconds: float, broken: str):
         """`seconds`: of an answer, at most. `broken`: the message where there is none."""
         self._seconds, self._broken = seconds, broken
-        self._lock, self._is_broken = threading.Lock(), False
+        self._lock, self._is_broken, self._is_interrupted = threading.Lock(), False, False
         away = {"", os.getcwd()} - {str(ROOT)}
         paths = [*(x for x in sys.path if x not in away), str(ROOT)]
         self._process = subprocess.Popen(
@@ -46,8 +46,8 @@ class BoundedProcess:
 
     @property
     def went_home(self) -> bool:
-        """Whether it ended because it was not asked for long."""
-        return self._process.poll() == -signal.SIGALRM
+        """Whether it ended because it was not asked for long, or an answer was not waited for."""
+        return self._is_interrupted or self._process.poll() == -signal.SIGALRM
 
     def ask(self, question: Any) -> Any:
         """The answer.
@@ -68,6 +68,10 @@ class BoundedProcess:
                 except (OSError, ValueError):
                     _end(self._process)
                     self._is_broken = True
+                except BaseException:  # as of Ctrl-C: the answer would be taken for another one
+                    _end(self._process)
+                    self._is_broken = self._is_interrupted = True
+                    raise
                 finally:
                     timer.cancel()
             raise UserError(self._broken)

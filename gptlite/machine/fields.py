@@ -135,8 +135,11 @@ def check_value(name: str, value: Any, kind: Any) -> Any:
     for note in notes:  # tyro's are no rules
         if isinstance(note, Rule):
             note.check(name, value)
-    # JAX has no integers as large as a float may be.
-    return float(value) if float in kinds and type(value) is int and int not in kinds else value
+    if float in kinds and type(value) is int and int not in kinds:
+        # JAX has no integers as large as a float may be.
+        Between(-MAX_FLOAT32).check(name, value)
+        return float(value)
+    return value
 
 
 @functools.cache

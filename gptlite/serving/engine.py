@@ -279,10 +279,11 @@ class Engine:
                 needed = self._batch.memory(n_active, final) + self._batch.bytes_aside
                 if n_active > self.max_rows or (n_active > 1 and needed > self._memory):
                     break
-                # While a long prompt is read, its texts leave room for a short one.
+                # Of the texts that share the reading of a long prompt, all but the first leave room
+                # for others.
                 more = self._batch.memory(n_active + 1, final) + self._batch.bytes_aside
                 is_full = n_active >= self.max_rows or more > self._memory
-                if is_long and n_active > 1 and is_full:
+                if is_long and long and is_full:
                     place += 1
                     continue
                 if is_aside:

@@ -529,6 +529,20 @@ def test_a_process_that_has_nothing_to_read_ends_and_another_one_begins(tmp_path
         list(corpus.read(None))
 
 
+def test_a_reading_that_is_interrupted_is_begun_again(tmp_path, monkeypatch):
+    corpus = write_dataset(tmp_path / "a.jsonl", ["one", "two"])
+    loads = json.loads
+
+    def interrupted(text):
+        monkeypatch.setattr("gptlite.machine.bounded.json.loads", loads)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gptlite.machine.bounded.json.loads", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(corpus.read(None))
+    assert list(corpus.read(None)) == ["one", "two"]
+
+
 def test_two_readings_do_not_disturb_each_other(tmp_path):
     corpus = write_dataset(tmp_path / "a.jsonl", [str(i) for i in range(3000)])
     one, other = corpus.read(None), corpus.read(None)

@@ -326,6 +326,19 @@ def test_texts_whose_long_prompt_is_read_leave_a_row_for_others(start, monkeypat
     assert waits <= 10_000
 
 
+def test_a_long_prompt_does_not_wait_for_ever(start, monkeypatch):
+    """Where short ones fill all rows."""
+    monkeypatch.setattr("gptlite.serving.batch.TOKENS_PER_READ", 16)
+    engine = start(tiny_model(context_length=256), max_rows=2)
+    short = [Client([2], 200, seed=i) for i in range(12)]
+    long = Client([1] * 256, 3)
+    for client in (*short[:4], long, *short[4:]):
+        engine.submit([client.text])
+    assert long.reason == "length"
+    assert all(client.reason == "length" for client in short)
+    assert sum(client.ended < long.ended for client in short) < 12
+
+
 def test_what_is_generated_has_half_of_the_time(start, monkeypatch):
     """A part of a long prompt is not read again before as much time was spent on texts."""
     monkeypatch.setattr("gptlite.serving.batch.TOKENS_PER_READ", 16)
