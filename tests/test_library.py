@@ -165,7 +165,7 @@ def made(**knobs: Any) -> list[list[str]]:
         (lambda: gl.load("new", custom=[3]), r"custom must be a file .* got \[3\]"),  # pyright: ignore
         (lambda: gl.load("new").generate("the", stop=[3]), r"stop must be a list of strings"),  # pyright: ignore
         (lambda: gl.load("new").generate("the", stop="the"), r"stop must be a list of strings"),
-        (lambda: gl.load("new").generate("the", stop=[""]), r"none of them empty, got \[''\]"),
+        (lambda: gl.load("new").generate("the", stop=[""]), r"at least one character, got \[''\]"),
         (lambda: made(texts=-1), "texts must be at least 1 .*, got -1"),
         (lambda: made(seed=10**30), "seed must be at least 0 and at most 2147483647"),
         (lambda: gl.Encoder(gl.ModelConfig(), -1, key=KEY), "vocab_size must be at least 1"),

@@ -23,8 +23,8 @@ class Encoder(Transformer):
     def __init__(self, config: ModelConfig, vocab_size: int, *, key: PRNGKeyArray):
         """`vocab_size` includes ids such as a mask.
 
-        **Raises:** `UserError` if `config` describes a part that is only for decoders, or there are
-        no ids.
+        **Raises:** `UserError` if `config` describes a part that is only for decoders, or
+        `vocab_size` is out of range.
         """
         require(
             not config.separate_documents,

@@ -44,7 +44,7 @@ def stream_texts(
     prompt is longer than the model's context, the model reads its end. `stop`: see
     `TextStream`.
 
-    **Raises:** `UserError` if there is no text or seed of that number, and as `prompt_ids` and
+    **Raises:** `UserError` if `texts` or `seed` is out of range, and as `prompt_ids` and
     `generate.stream` do.
     """
     check_value("texts", texts, Count)

@@ -51,7 +51,7 @@ def open_dataset(name: str) -> Corpus:
     def read(state: Any) -> Iterator[str]:
         nonlocal place, process
         number, end = next(numbers), False
-        if process.went_home:
+        if process.may_begin_again:
             process = begin()
             again = ask(open=name)
             changed = again["version"] != opened["version"]

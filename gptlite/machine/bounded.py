@@ -45,7 +45,7 @@ class BoundedProcess:
         weakref.finalize(self, _end, self._process)
 
     @property
-    def went_home(self) -> bool:
+    def may_begin_again(self) -> bool:
         """Whether it ended because it was not asked for long, or an answer was not waited for."""
         return self._is_interrupted or self._process.poll() == -signal.SIGALRM
 

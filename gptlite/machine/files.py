@@ -35,9 +35,12 @@ def check_folder_name(option: str, name: str) -> None:
     folders do."""
     is_plain = isinstance(name, str) and not CONTROL.search(name) and not name.startswith(".")
     require(
-        is_plain and name == Path(name).name != "" and len(name.encode()) <= MAX_NAME,
-        f"{option} takes the name of a folder, of at most {MAX_NAME} bytes, which does not begin "
-        f"with a dot and has no control characters, got {str(name)[:300]!r}.",
+        is_plain and name == Path(name).name != "",
+        f"{option} takes the name of a folder, which does not begin with a dot, got {name!r}.",
+    )
+    require(
+        len(name.encode()) <= MAX_NAME,
+        f"{option} takes the name of a folder, of at most {MAX_NAME} bytes, got {name!r:.300}.",
     )
 
 

@@ -79,9 +79,10 @@ class Run:
         check_value("max_new_tokens", tokens, Annotated[int, Between(1, MAX_INT32)])
         check_value("seed", seed, Seed)
         require(
-            isinstance(stop, list | tuple) and all(isinstance(x, str) and x for x in stop),
-            f"stop must be a list of strings, none of them empty, got {stop!r}.",
+            isinstance(stop, list | tuple) and all(isinstance(text, str) for text in stop),
+            f"stop must be a list of strings, got {stop!r}.",
         )
+        require(all(stop), f"stop must be strings of at least one character, got {stop!r}.")
         prompt_ids(self.tokenizer, prompt)  # raises here, and not at the first piece
         options = {"max_new_tokens": tokens, "sampling": sampling, "seed": seed, "stop": stop}
         texts = stream_texts(self._prepared, self.tokenizer, prompt, **options)

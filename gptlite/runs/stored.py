@@ -10,6 +10,7 @@ the size that is seen beforehand.
 """
 
 import contextlib
+import math
 import os
 import re
 import stat
@@ -139,6 +140,14 @@ def open_arrays(
             all(0 < c <= max(n, 1) for c, n in zip(chunk, store.shape, strict=True)),
             f"The checkpoint {path} is damaged: {name}, {list(store.shape)}, is in chunks of "
             f"{list(chunk)}.",
+        )
+        # Each part is an operation of TensorStore, whether it is there or not.
+        n_parts = math.prod(-(-n // c) for c, n in zip(chunk, store.shape, strict=True))
+        present = sum(1 for _ in (path / "state" / key_of(name)).glob("[0-9]*"))
+        require(
+            n_parts <= present,
+            f"The checkpoint {path} cannot be read: {name} is in {n_parts:,} parts, of which "
+            f"{present:,} are there.",
         )
     return stores
 

@@ -28,6 +28,8 @@ MAX_NEW_TOKENS = 2**17
 # Numbers that an answer may have: a token counts one, and one for each rival that is reported.
 MAX_NUMBERS = 2**19
 MAX_STOPS, MAX_STOP = 16, 1000
+# Messages of a chat: a template may take a time that is the square of their number.
+MAX_MESSAGES = 2048
 # Characters of an error message.
 MAX_MESSAGE = 500
 
@@ -123,10 +125,6 @@ class Completion(Knobs):
         if isinstance(prompt, str) or (prompt and type(prompt[0]) is int):
             return [prompt]
         return prompt
-
-
-# Messages of a chat: a template may take a time that is the square of their number.
-MAX_MESSAGES = 2048
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ def text_corpus(text: str | Callable[[], Iterator[str]], name: str = "text") -> 
     """A text as a corpus: in memory, or a function that reads it, in pieces. Reads it once to the
     end.
 
-    **Raises:** `UserError` if it is another thing, or has fewer than two distinct characters.
+    **Raises:** `UserError` if `text` is neither, or has fewer than two distinct characters.
     `Corpus.read` raises it at the end of a text that has changed since.
     """
     kinds = "A text is a string, or a function that reads one in pieces"

@@ -126,6 +126,7 @@ def describe(run: Path, name: str = NORM, **change: Any) -> None:
         (lambda p: os.truncate(description(p), 2**20 + 1), r"zarray has 1,048,577 bytes: at most"),
         (lambda p: describe(p, compressor={"id": "zstd", "level": 1}), "is packed, by .*zstd"),
         (lambda p: describe(p, compressor={"id": "blosc", "cname": "lz4"}), "is packed, by .*lz4"),
+        (lambda p: describe(p, chunks=[1]), r"norm\.weight is in 16 parts, of which \d are there"),
         (lambda p: describe(p, shape=[8]), r"norm\.weight is float32\[8\] where"),
         (lambda p: describe(p, dtype="<f8"), r"norm\.weight is float64\[16\] where"),
         (lambda p: resave(p, {"model.norm.weight": None}), r"lack model\.norm\.weight"),

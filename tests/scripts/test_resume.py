@@ -170,10 +170,11 @@ def test_a_sample_that_fails_loses_no_checkpoint(tmp_path, monkeypatch):
 
 
 @pytest.mark.processes
-def test_a_full_disk_ends_the_run_and_loses_nothing(place, tmp_path):
+def test_a_full_disk_ends_the_run_and_loses_nothing(tmp_path):
     """A limit on the size of files, which fails as a full disk does: in the middle of a write."""
-    shutil.copytree(place / "runs" / "whole", tmp_path / "runs" / "one")
-    shutil.copy(place / "text.txt", tmp_path)
+    (tmp_path / "text.txt").write_text(TEXT)
+    wide = [*settings(150), "--model.d-model", "64", "--run", "one"]  # arrays of 64 kB
+    assert run_script("train.py", *wide, folder=tmp_path).code == 0
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     words = ["--resume", "one", "--data.corpus", "text.txt", "--training.steps", "200"]
     process = subprocess.run(
