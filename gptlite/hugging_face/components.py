@@ -2,6 +2,7 @@
 or end the process: so each part, and each pattern, is one that is known, and a text grows little.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -125,6 +126,13 @@ def _check_model(model: Any) -> None:
     lengths = [len(piece) for piece, _ in model.get("vocab") or ()] if kind == "Unigram" else []
     _check_size("longest token's length in characters", max(lengths, default=0), MAX_PIECE)
     _check_size("tokens' length in characters", sum(lengths), MAX_PIECES)
+
+
+def growth_by_replacing(record: Mapping[str, Any]) -> int:
+    """How many characters the normalizer's `Replace` steps may make of one. (Any text may grow by
+    them; by the other steps, one of odd characters only.)"""
+    steps = _steps(record, "normalizer", "normalizers")
+    return math.prod(_growth("normalizer", x) for x in steps if x.get("type") == "Replace")
 
 
 def pre_tokenizers(record: Mapping[str, Any]) -> list[Any]:

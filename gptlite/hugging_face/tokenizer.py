@@ -16,6 +16,7 @@ from gptlite.hugging_face.components import (
     SPLITS,
     check_components,
     decoders,
+    growth_by_replacing,
     pre_tokenizers,
 )
 from gptlite.machine.characters import utf8
@@ -43,7 +44,8 @@ CLASS_ENDS = {
 }
 # Bytes of a token. Those of models have some hundreds.
 MAX_TOKEN = 2**16
-# Characters that are encoded at once. The library needs 170 bytes for each.
+# Characters that are encoded at once, counted after their growth. The library needs 160 bytes for
+# each, and 300 where it splits the text at each.
 MAX_WHOLE = 2**24
 
 
@@ -89,6 +91,7 @@ class HFTokenizer(Decoding):
             raise ValueError(f"its end_ids must be ids, got {str(end_ids)[:100]}")
         self._end_ids = tuple(dict.fromkeys(end_ids))
         self._cuts_between_words = _splits_at_words(record)
+        self._most_characters = MAX_WHOLE // growth_by_replacing(record)
         prefixes = {step.get("add_prefix_space") for step in _byte_level_steps(record)}
         self.is_without_prefix_space = prefixes == {False}
         self._find_prefix()
@@ -150,9 +153,10 @@ class HFTokenizer(Decoding):
 
     def _check_length(self, text: str) -> None:
         require(
-            self._cuts_between_words or len(text) <= MAX_WHOLE,
-            f"This tokenizer takes a text only as a whole, which for more than {MAX_WHOLE:,} "
-            "characters needs too much memory: give a shorter text, or another tokenizer.",
+            self._cuts_between_words or len(text) <= self._most_characters,
+            "This tokenizer takes a text only as a whole, which for more than "
+            f"{self._most_characters:,} characters needs too much memory: give a shorter text, or "
+            "another tokenizer.",
         )
 
     def encode(self, text: str) -> Ids:

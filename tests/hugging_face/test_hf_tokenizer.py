@@ -501,6 +501,14 @@ def test_a_part_that_may_take_any_time_or_memory_is_refused(parts, words):
         HFTokenizer(changed(OWN, **parts))
 
 
+def test_a_text_that_grows_is_encoded_up_to_a_length_after_its_growth():
+    split = {"type": "Split", "pattern": {"String": "a"}, "behavior": "Isolated", "invert": False}
+    made = HFTokenizer(changed(OWN, normalizer=replaced("b", "a" * 32), pre_tokenizer=split))
+    assert made.encode("a" * 1000).size == 1000
+    with pytest.raises(UserError, match="for more than 524,288 characters needs too much memory"):
+        made.encode("b" * (2**19 + 1))
+
+
 def test_ids_are_compared_with_the_number_of_tokens():
     record = json.loads(to_hf_tokenizer(OWN))
     record["model"]["vocab"]["zz"] = 4294967294
