@@ -43,7 +43,7 @@ def script(
     )
 
 
-RIGHT = {"load": 0, "train": 0, "sample": 0, "compare": 0}
+RIGHT = {"load": 0, "train": 0, "sample": 0, "compare": 0, "serve": 0}
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,16 @@ text.txt, and a run named one. CHANGE is done to the process before: see `CHANGE
 
 import contextlib
 import errno
+import http.client
 import json
 import os
 import runpy
+import signal
+import socket
 import stat
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -73,6 +78,35 @@ def load() -> int:
     return 0
 
 
+def serve() -> int:
+    """Serve the run, ask for the page and for a text, and end the server. The exit code."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    answers: list[int] = []
+    client = threading.Thread(target=ask, args=(port, answers))
+    client.start()
+    code = run(["serve.py", "--run", "one", "--port", str(port)])
+    client.join()
+    return code if answers == [200, 200] else 1
+
+
+def ask(port: int, answers: list[int]) -> None:
+    """Put the status of two answers into `answers`, and end this process' server."""
+    try:
+        for _ in range(600):  # until it answers
+            with contextlib.suppress(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            time.sleep(0.1)
+        text = json.dumps({"model": "one", "prompt": "→", "max_tokens": 4, "logprobs": 2})
+        for method, path, body in (("GET", "/", None), ("POST", "/v1/completions", text)):
+            server = http.client.HTTPConnection("127.0.0.1", port, timeout=100)
+            server.request(method, path, body, {"Content-Type": "application/json"})
+            answers.append(server.getresponse().status)
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 def main() -> None:
     folder, *change = sys.argv[1:]
     sys.path.insert(0, str(ROOT))
@@ -80,7 +114,7 @@ def main() -> None:
     for name in change:
         CHANGES[name]()
     found = {"load": load()}  # first: before a script sets anything up
-    found |= {name: run(argv) for name, argv in COMMANDS.items()}
+    found |= {name: run(argv) for name, argv in COMMANDS.items()} | {"serve": serve()}
     with contextlib.suppress(OSError):
         print(json.dumps(found), file=sys.__stderr__)
 
