@@ -24,7 +24,7 @@ def set_up_jax(cpu_devices: int = 1) -> None:
 
     JAX's own environment variables, such as JAX_COMPILATION_CACHE_DIR and JAX_NUM_CPU_DEVICES, take
     precedence; but not those that change the formats of numbers, such as JAX_ENABLE_X64: a config
-    says them.
+    says them; nor those that forbid what every run does, such as to move an array to a device.
 
     **Raises:** `UserError` if JAX finds no device.
     """
@@ -33,6 +33,9 @@ def set_up_jax(cpu_devices: int = 1) -> None:
     jax.config.update("jax_enable_x64", False)
     jax.config.update("jax_numpy_dtype_promotion", "standard")
     jax.config.update("jax_numpy_rank_promotion", "allow")
+    guard = jax.config.jax_transfer_guard  # pyright: ignore[reportAttributeAccessIssue]
+    if "disallow" in str(guard):
+        jax.config.update("jax_transfer_guard", "allow")
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         with contextlib.suppress(RuntimeError):  # a user without a home, in some containers
             caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -74,6 +74,17 @@ def test_all_scripts_run_under_any_settings(place, settings):
     assert json.loads(done.stderr.splitlines()[-1]) == RIGHT, done.stderr.decode()[-3000:]
 
 
+def test_settings_that_forbid_what_every_run_does_are_not_for_the_scripts(place):
+    strict = {
+        "JAX_TRANSFER_GUARD": "disallow",
+        "JAX_NUMPY_RANK_PROMOTION": "raise",
+        "JAX_NUMPY_DTYPE_PROMOTION": "strict",
+    }
+    for words in (["train.py", *TINY, "--run", "x"], ["sample.py", "--run", "x", "--prompt", "T"]):
+        done = script(*words, folder=place, **strict)
+        assert done.returncode == 0, done.stderr.decode()[-3000:]
+
+
 @pytest.mark.parametrize("change", ["no home", "no locks"])
 def test_all_scripts_run_on_unusual_machines(place, change):
     own = dict.fromkeys(("JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME") if "home" in change else ())

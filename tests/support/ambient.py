@@ -101,8 +101,9 @@ def ask(port: int, answers: list[int]) -> None:
         text = json.dumps({"model": "one", "prompt": "→", "max_tokens": 4, "logprobs": 2})
         for method, path, body in (("GET", "/", None), ("POST", "/v1/completions", text)):
             server = http.client.HTTPConnection("127.0.0.1", port, timeout=100)
-            server.request(method, path, body, {"Content-Type": "application/json"})
-            answers.append(server.getresponse().status)
+            with contextlib.closing(server):
+                server.request(method, path, body, {"Content-Type": "application/json"})
+                answers.append(server.getresponse().status)
     finally:
         os.kill(os.getpid(), signal.SIGTERM)
 
