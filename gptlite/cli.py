@@ -19,7 +19,7 @@ import tyro
 
 from gptlite.config import Config, SamplingConfig
 from gptlite.custom import with_custom
-from gptlite.errors import UserError, require
+from gptlite.errors import UserError, require, told
 from gptlite.machine.fields import MAX_INT32, Between, Seed, changed, check_fields, free
 from gptlite.machine.files import check_folder_name
 from gptlite.machine.names import CUSTOM_FIELDS, CustomBlock, split_options
@@ -576,7 +576,15 @@ def run_script(main: Callable[[A], None], parse: Callable[[Sequence[str]], A]) -
     """A script: `main(parse(words))`, with the words of its command line. How it ends with an
     error: see `exit_on_error`."""
     with exit_on_error(debug="--debug" in sys.argv):
-        main(parse(sys.argv[1:]))
+        arguments = parse(sys.argv[1:])
+        import_jax()
+        main(arguments)
+
+
+def import_jax() -> None:
+    """**Raises:** `UserError` if JAX refuses one of its own environment variables."""
+    with told("JAX cannot be used"):
+        import jax as jax
 
 
 @contextlib.contextmanager

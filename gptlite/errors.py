@@ -23,6 +23,7 @@ def told(sentence: str) -> Iterator[None]:
     except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
         raise
     except BaseException as error:
-        nothing = "it is empty" if isinstance(error, StopIteration) else repr(error)
+        kind = type(error).__name__
+        nothing = "it is empty" if kind == "StopIteration" else f"{kind} without a reason"
         reason = str(error).strip().partition("\n")[0][:300] or nothing
         raise UserError(f"{sentence}: {reason.removesuffix('.')}.") from error

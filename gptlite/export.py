@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from gptlite.cli import exit_on_error, parse_words
+from gptlite.cli import exit_on_error, import_jax, parse_words
 from gptlite.machine.progress import log
 from gptlite.runs.find import find_run
 
@@ -25,6 +25,7 @@ def main(
         folder: A new folder.
         debug: Show where in the code an error came from.
     """
+    import_jax()
     # Imported here, because --help should not wait for JAX.
     from gptlite.hugging_face.architectures import to_hf_config
     from gptlite.hugging_face.folder import export_run
