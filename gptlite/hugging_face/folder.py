@@ -20,6 +20,7 @@ from gptlite.hugging_face.architectures import (
 )
 from gptlite.hugging_face.hub import INDEX, fetch, find_folder
 from gptlite.hugging_face.tokenizer import read_hf_tokenizer, to_hf_tokenizer
+from gptlite.machine.fields import CONTROL
 from gptlite.machine.files import behind_links, open_regular, write_atomically, write_json
 from gptlite.machine.records import read_record
 from gptlite.runs.model import abstract_model
@@ -141,7 +142,10 @@ def _weight_files(folder: Path) -> list[str]:
         return [WEIGHTS]
     files = _read(folder / INDEX).get("weight_map")
     right = isinstance(files, dict) and all(
-        isinstance(file, str) and file == Path(file).name and file.endswith(".safetensors")
+        isinstance(file, str)
+        and file == Path(file).name
+        and file.endswith(".safetensors")
+        and not CONTROL.search(file)
         for file in files.values()
     )
     require(right, f"The weight_map in {folder / INDEX} must be of names to .safetensors files.")

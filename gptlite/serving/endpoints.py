@@ -183,7 +183,7 @@ class Endpoints:
                 for prompt, echo, seed in zip(prompts, echoes, seeds, strict=True)
                 for number in range(asked.n)
             ]
-        submit(engine, texts)
+        submit(request, engine, texts)
         scored = n_best is not None
         if asked.stream:
             chunks = _chunks(form, mailbox, texts, scored, asked.include_usage, engine)
@@ -194,14 +194,14 @@ class Endpoints:
         )
 
 
-def submit(engine: Engine, texts: Sequence[ServedText]) -> None:
-    """Put texts into the queue.
+def submit(request: Request, engine: Engine, texts: Sequence[ServedText]) -> None:
+    """Put the texts of a request into the queue.
 
     **Raises:** `ApiError` if there is no room for them.
     """
     try:
         with bad_request():
-            engine.submit(texts)
+            engine.submit(texts, request.client and request.client.host)
     except QueueFullError as error:
         raise ApiError(
             429, str(error), "rate_limit_exceeded", Retry_After=str(error.retry_after)

@@ -96,8 +96,9 @@ class Engine:
         """Whether it has been stopped."""
         return self._closed
 
-    def submit(self, texts: Sequence[ServedText]) -> None:
-        """Put the texts of one request into the queue.
+    def submit(self, texts: Sequence[ServedText], client: str | None = None) -> None:
+        """Put the texts of one request into the queue. One client cannot fill it: the last quarter
+        is for clients for whom nothing waits. (`client`: an address. None: it is not known.)
 
         **Raises:** `UserError` if there can never be room for all of them, `QueueFullError` if
         there is none now.
@@ -109,13 +110,15 @@ class Engine:
         )
         with self._changed:
             waiting = sum(map(len, self._waiting))
-            free = max(0, self.max_rows - len(self._begun))
-            if self._closed or waiting + len(texts) > self.max_waiting + free:
+            room = self.max_waiting + max(0, self.max_rows - len(self._begun))
+            if client is not None and any(x[0].client == client for x in self._waiting):
+                room -= self.max_waiting // 4
+            if self._closed or waiting + len(texts) > room:
                 turns = 1 + waiting / self.max_rows
                 raise QueueFullError(max(1, round(turns * self._seconds_per_text)))
             request = object()
             for text in texts:
-                text.request = request
+                text.request, text.client = request, client
             self._waiting.append(deque(texts))
             self._changed.notify()
 

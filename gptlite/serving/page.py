@@ -203,7 +203,7 @@ class PageEndpoints(Endpoints):
             scoring = await self._off_loop(len(body) > LONG, lambda: Scoring(served, asked.text))
         mailbox = Mailbox(streamed=False)
         texts = scoring.texts(mailbox)
-        submit(served.engine, texts)
+        submit(request, served.engine, texts)
         pieces = await finished(request, served.engine, mailbox, texts)
         tokens = [token for piece in pieces for token in piece.tokens]
         return await self._off_loop(

@@ -93,6 +93,7 @@ class ServedText:
         self.deliver = deliver
         self.request: object = self
         """What is the same for all texts of a request."""
+        self.client: str | None = None
         self.cancelled = False
         self.finished = False
         self._tokenizer, self._ends = tokenizer, tokenizer.end_ids

@@ -486,10 +486,11 @@ def test_one_file_is_read_rather_than_an_index_as_in_transformers(tmp_path):
         run = load_hf(str(tmp_path / "out"))
         np.testing.assert_array_equal(run.model.norm.weight, factor * model.norm.weight)
         (tmp_path / "out" / "model.safetensors").unlink(missing_ok=True)
-    index = {"weight_map": dict.fromkeys(arrays, "../other.bin")}
-    (tmp_path / "out" / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(UserError, match=r"must be of names to \.safetensors files"):
-        load_hf(str(tmp_path / "out"))
+    for name in ("../other.bin", "../other.safetensors", "\0.safetensors", "\ud800.safetensors"):
+        index = {"weight_map": dict.fromkeys(arrays, name)}
+        (tmp_path / "out" / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(UserError, match=r"must be of names to \.safetensors files"):
+            load_hf(str(tmp_path / "out"))
 
 
 def test_a_tensor_without_a_place_is_refused(tmp_path):

@@ -124,7 +124,7 @@ def test_a_setting_that_jax_refuses_is_told_in_a_sentence(place):
     done = script("sample.py", "--prompt", "T", folder=place, JAX_NUM_CPU_DEVICES="two")
     assert done.returncode == 2
     assert b"Traceback" not in done.stderr
-    assert b"error: JAX cannot be used: Invalid value \"two\" for JAX flag" in done.stderr
+    assert b'error: JAX cannot be used: Invalid value "two" for JAX flag' in done.stderr
 
 
 def test_runs_that_begin_in_the_same_second_have_names_of_their_own(place):

@@ -406,6 +406,22 @@ def test_a_full_queue_refuses(start):
     engine.cancel([clients[0].text])
 
 
+def test_one_client_does_not_fill_the_queue(start):
+    engine = start(max_rows=1, max_waiting=8)
+    first = [Client([1], 10**6) for _ in range(2)]
+    engine.submit([client.text for client in first], "a")
+    while not engine.n_active:
+        time.sleep(0.01)
+    engine.submit([Client([1], 5).text for _ in range(5)], "a")  # six wait
+    with pytest.raises(QueueFullError):
+        engine.submit([Client([1], 5).text], "a")
+    engine.submit([Client([1], 5).text], "b")
+    engine.submit([Client([1], 5).text], "c")
+    with pytest.raises(QueueFullError):
+        engine.submit([Client([1], 5).text], "d")
+    engine.cancel([client.text for client in first])
+
+
 def test_what_cannot_be_generated_is_refused(start, monkeypatch):
     engine = start(max_rows=2, max_waiting=3)
     with pytest.raises(UserError, match="at most 5 texts, got 6"):
