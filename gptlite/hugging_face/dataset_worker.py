@@ -6,6 +6,7 @@
 {"close": NUMBER}
 """
 
+import functools
 import glob
 import itertools
 import os
@@ -24,7 +25,7 @@ import yaml
 from datasets import config
 from datasets.builder import Key
 from datasets.streaming import extend_dataset_builder_for_streaming
-from datasets.utils.file_utils import xopen
+from datasets.utils.file_utils import xgetsize, xopen
 from pyarrow import parquet
 
 from gptlite.errors import UserError, require, told
@@ -53,6 +54,11 @@ RESUMING = 20
 IDLE = 30
 # Characters of a text.
 MAX_TEXT = 2**28
+# Characters that may come of a byte of the files, after the first `MAX_TEXT` ones. (Text is packed
+# to a fifth or a tenth of its size.)
+MAX_GROWTH = 100
+# What the library takes for patterns in the name of a folder.
+PATTERNS = "*?[]"
 
 
 class Dataset:
@@ -70,6 +76,12 @@ class Dataset:
         kind = next((kind for suffix, kind in FORMATS.items() if end.endswith(suffix)), None)
         if os.path.isdir(source):
             kind = None
+            path = os.path.realpath(source)
+            require(
+                not set(PATTERNS).intersection(path),
+                f"The library that reads the folder {path} would take {' '.join(PATTERNS)} in its "
+                "name for patterns: rename it, or give one of its files.",
+            )
         require(
             kind is not None or not os.path.isfile(source),
             f"{source} is none of the files that gptlite reads: their names end with "
@@ -116,7 +128,7 @@ class Dataset:
                 rows.load_state_dict(begin["state"])
             texts = (row[self._column] or "" for row in rows)
             place: dict[str, Any] | None = begin
-            skipped, is_end = begin["skip"], False
+            skipped, is_end, total = begin["skip"], False, 0
             while not is_end:
                 part, size = [], 0
                 for _ in range(ROWS):
@@ -140,9 +152,20 @@ class Dataset:
                         )
                         part.append(text)
                         size += len(text)
+                total += size
+                require(
+                    total <= MAX_TEXT or total <= MAX_GROWTH * self._n_bytes,
+                    f"{self._name} has more than {MAX_GROWTH} characters for each byte of its "
+                    f"files ({self._n_bytes:,} bytes): no text is packed so well.",
+                )
                 yield {"texts": part, "place": place, "end": is_end}
                 state = rows.state_dict()
                 place = None if state is None else {"state": state, "skip": skipped}
+
+    @functools.cached_property
+    def _n_bytes(self) -> int:
+        """The size of the files."""
+        return sum(map(xgetsize, _files(self._builder)))
 
 
 def _parts(name: str) -> tuple[str, list[str]]:
@@ -160,6 +183,18 @@ def _parts(name: str) -> tuple[str, list[str]]:
 
 def _check_card(source: str) -> None:
     """**Raises:** `UserError` if the card of a folder names files that are not in it."""
+    named = _settings(source)
+    while named:
+        value = named.pop()
+        if isinstance(value, dict | list):
+            named += value.values() if isinstance(value, dict) else value
+        elif isinstance(value, str):
+            outside = "://" in value or value.startswith("/") or ".." in Path(value).parts
+            require(not outside, f"The dataset {source} names {value}, which is not in its folder.")
+
+
+def _settings(source: str) -> list[Any]:
+    """What the card of a folder says of its files."""
     card = Path(source, config.REPOCARD_FILENAME)
     settings = Path(source, config.REPOYAML_FILENAME)
     named: list[Any] = []
@@ -168,13 +203,7 @@ def _check_card(source: str) -> None:
     if settings.is_file():
         more = yaml.safe_load(settings.read_text(encoding="utf-8"))
         named.append(more.get("configs") if isinstance(more, dict) else None)
-    while named:
-        value = named.pop()
-        if isinstance(value, dict | list):
-            named += value.values() if isinstance(value, dict) else value
-        elif isinstance(value, str):
-            outside = "://" in value or value.startswith("/") or ".." in Path(value).parts
-            require(not outside, f"The dataset {source} names {value}, which is not in its folder.")
+    return [found for found in named if found]
 
 
 def _check_files(source: str, builder: Any) -> list[str]:
@@ -188,16 +217,38 @@ def _check_files(source: str, builder: Any) -> list[str]:
         f"The dataset {source} is of the kind {builder.name}: gptlite reads {', '.join(kinds)}.",
     )
     folder = os.path.realpath(source)
-    links = []
+    notes = []
     if not os.path.isdir(source):
-        return links
-    for file in itertools.chain.from_iterable((builder.config.data_files or {}).values()):
+        return notes
+    files = _files(builder)
+    for file in files:
         inside = os.path.normpath(file).startswith(f"{folder}{os.sep}") and "://" not in file
         require(inside, f"The dataset {source} names {file}, which is not in its folder.")
         require(os.path.isfile(file), f"{file} is no file.")
         if os.path.islink(file):
-            links.append(f"{file} is read, which is a link to {os.path.realpath(file)}.")
-    return links
+            notes.append(f"{file} is read, which is a link to {os.path.realpath(file)}.")
+    return notes + _left_out(source, builder.name, set(files))
+
+
+def _files(builder: Any) -> list[str]:
+    """The files of a dataset."""
+    return list(itertools.chain.from_iterable((builder.config.data_files or {}).values()))
+
+
+def _left_out(source: str, kind: str, files: set[str]) -> list[str]:
+    """What is to be said of texts in a folder without settings that are not read: the library
+    takes the files of one kind, that of the most."""
+    if _settings(source):
+        return []
+    # `glob` leaves out what is hidden, as the library does.
+    paths = glob.iglob(os.path.join(os.path.realpath(source), "**", "*.*"), recursive=True)
+    left = sorted(
+        path
+        for path in paths
+        if path not in files and FORMATS.get(Path(path).suffix.lower(), kind) != kind
+    )
+    more = f" and {len(left) - 1:,} more" if left[1:] else ""
+    return [f"Of {source}, the {kind} files are read. Left out: {left[0]}{more}."] if left else []
 
 
 def _adapt(builder: Any, source: str) -> None:

@@ -480,7 +480,7 @@ def test_a_card_names_files_in_its_folder_only(folder, card, words, name, begin,
         documents(folder)
 
 
-def test_a_value_of_a_parquet_file_that_stands_for_many_rows_is_expanded_for_a_few(
+def test_a_value_of_a_parquet_file_that_stands_for_many_rows_is_read_for_a_few(
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(datasets, "MEMORY", 2**28)
@@ -490,6 +490,9 @@ def test_a_value_of_a_parquet_file_that_stands_for_many_rows_is_expanded_for_a_f
     texts = iter(documents(path).read(None))
     for _ in range(40):  # of 2,000 MiB
         assert next(texts) == one
+    # Nor does it fill a disk.
+    with pytest.raises(UserError, match="more than 100 characters for each byte of its files"):
+        list(texts)
 
 
 def test_a_csv_file_is_texts_whatever_they_say(tmp_path):
@@ -572,6 +575,28 @@ def test_a_dataset_of_another_kind_is_refused(tmp_path):
     (folder / "a.xml").write_text("<a>text</a>")
     with pytest.raises(UserError, match="is of the kind xml: gptlite reads csv, json"):
         documents(folder)
+
+
+def test_files_of_a_folder_that_are_left_out_are_told(folder, capsys):
+    documents(folder)
+    assert "Left out" not in capsys.readouterr().out
+    (folder / ".hidden.csv").touch()
+    for name in ("b.csv", "c.txt"):
+        (folder / name).touch()
+        documents(folder)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == f"Of {folder}, the json files are read. Left out: {folder / 'b.csv'}."
+    assert (
+        second == f"Of {folder}, the json files are read. Left out: {folder / 'b.csv'} and 1 more."
+    )
+
+
+def test_a_folder_whose_name_is_a_pattern_is_refused(tmp_path):
+    (tmp_path / "a[1]").mkdir()
+    (tmp_path / "a[1]" / "a.jsonl").write_text('{"text": "a"}')
+    with pytest.raises(UserError, match="in its name for patterns"):
+        documents(tmp_path / "a[1]")
+    assert list(documents(tmp_path / "a[1]" / "a.jsonl").read(None)) == ["a"]
 
 
 def test_a_link_in_a_folder_is_told(folder, tmp_path, capsys):
