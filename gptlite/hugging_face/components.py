@@ -128,11 +128,9 @@ def _check_model(model: Any) -> None:
     _check_size("tokens' length in characters", sum(lengths), MAX_PIECES)
 
 
-def growth_by_replacing(record: Mapping[str, Any]) -> int:
-    """How many characters the normalizer's `Replace` steps may make of one. (Any text may grow by
-    them; by the other steps, one of odd characters only.)"""
-    steps = _steps(record, "normalizer", "normalizers")
-    return math.prod(_growth("normalizer", x) for x in steps if x.get("type") == "Replace")
+def normalizer_growth(record: Mapping[str, Any]) -> int:
+    """The most characters that the normalizer makes of one."""
+    return math.prod(_growth("normalizer", x) for x in _steps(record, "normalizer", "normalizers"))
 
 
 def pre_tokenizers(record: Mapping[str, Any]) -> list[Any]:

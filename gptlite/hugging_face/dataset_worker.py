@@ -53,10 +53,10 @@ RESUMING = 20
 # Seconds after which the process ends if nothing is being read: it has some 150 MB.
 IDLE = 30
 # Characters of a text.
-MAX_TEXT = 2**28
-# Characters that may come of a byte of the files, after the first `MAX_TEXT` ones. (Text is packed
-# to a fifth or a tenth of its size.)
-MAX_GROWTH = 100
+MAX_TEXT = 2**26
+# Characters that may come of a byte of the files, after the first `FREE` ones. (Text is packed to a
+# fifth or a tenth of its size.)
+MAX_GROWTH, FREE = 100, 2**28
 # What the library takes for patterns in the name of a folder.
 PATTERNS = "*?[]"
 
@@ -154,7 +154,7 @@ class Dataset:
                         size += len(text)
                 total += size
                 require(
-                    total <= MAX_TEXT or total <= MAX_GROWTH * self._n_bytes,
+                    total <= FREE or total <= MAX_GROWTH * self._n_bytes,
                     f"{self._name} has more than {MAX_GROWTH} characters for each byte of its "
                     f"files ({self._n_bytes:,} bytes): no text is packed so well.",
                 )

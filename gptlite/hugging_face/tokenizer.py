@@ -16,7 +16,7 @@ from gptlite.hugging_face.components import (
     SPLITS,
     check_components,
     decoders,
-    growth_by_replacing,
+    normalizer_growth,
     pre_tokenizers,
 )
 from gptlite.machine.characters import utf8
@@ -44,9 +44,12 @@ CLASS_ENDS = {
 }
 # Bytes of a token. Those of models have some hundreds.
 MAX_TOKEN = 2**16
-# Characters that are encoded at once, counted after their growth. The library needs 160 bytes for
+# Characters that are encoded at once, also after the normalizer. The library needs 160 bytes for
 # each, and 300 where it splits the text at each.
 MAX_WHOLE = 2**24
+# How many times as long a text may become by the normalizer. (Korean becomes three times as long.)
+# A short one costs little.
+MAX_GROWN, SHORT = 4, 2**16
 
 
 class HFTokenizer(Decoding):
@@ -91,7 +94,7 @@ class HFTokenizer(Decoding):
             raise ValueError(f"its end_ids must be ids, got {str(end_ids)[:100]}")
         self._end_ids = tuple(dict.fromkeys(end_ids))
         self._cuts_between_words = _splits_at_words(record)
-        self._most_characters = MAX_WHOLE // growth_by_replacing(record)
+        self._growth = normalizer_growth(record)
         prefixes = {step.get("add_prefix_space") for step in _byte_level_steps(record)}
         self.is_without_prefix_space = prefixes == {False}
         self._find_prefix()
@@ -153,14 +156,26 @@ class HFTokenizer(Decoding):
 
     def _check_length(self, text: str) -> None:
         require(
-            self._cuts_between_words or len(text) <= self._most_characters,
-            "This tokenizer takes a text only as a whole, which for more than "
-            f"{self._most_characters:,} characters needs too much memory: give a shorter text, or "
-            "another tokenizer.",
+            self._cuts_between_words or len(text) <= MAX_WHOLE,
+            f"This tokenizer takes a text only as a whole, which for more than {MAX_WHOLE:,} "
+            "characters needs too much memory: give a shorter text, or another tokenizer.",
+        )
+
+    def _check_growth(self, text: str) -> None:
+        most = min(MAX_WHOLE, MAX_GROWN * len(text) + SHORT)
+        if self._growth * len(text) <= most or self.library.normalizer is None:
+            return
+        pieces = (text[i : i + SHORT] for i in range(0, len(text), SHORT))
+        grown = sum(len(self.library.normalizer.normalize_str(piece)) for piece in pieces)
+        require(
+            grown <= most,
+            f"The tokenizer makes {grown:,} characters of the {len(text):,} of this text, which "
+            "needs too much memory.",
         )
 
     def encode(self, text: str) -> Ids:
         self._check_length(text)
+        self._check_growth(text)
         content = utf8(text)
         ids = self._ids(text)
         found = self._joined(ids)

@@ -7,7 +7,8 @@ from typing import BinaryIO
 
 from gptlite.errors import UserError, require
 
-# Bytes of a file that are read at once: few enough to stay in a core's cache.
+# Bytes of a file that are read at once, and characters of a text that are encoded at once, about:
+# few enough to stay in a core's cache.
 PIECE = 2**20
 
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -54,18 +55,23 @@ class Endpoints:
 
     def __init__(self, models: Models):
         self._models, self._served = models, models.main
-        # One at a time, so that long ones leave time for all else.
-        self._one = anyio.CapacityLimiter(1)
+        self._lanes: defaultdict[object, anyio.CapacityLimiter] = defaultdict(
+            lambda: anyio.CapacityLimiter(1)
+        )
 
-    async def _off_loop(self, is_long: bool, work: Callable[[], T]) -> T:
-        """`work()`, in another thread if it takes long."""
-        if not is_long:
-            return work()
-        return await anyio.to_thread.run_sync(work, limiter=self._one)
+    async def _off_loop(self, lane: object, work: Callable[[], T]) -> T:
+        """`work()` in another thread: of each lane, one at a time, which leaves time for all
+        else."""
+        return await anyio.to_thread.run_sync(work, limiter=self._lanes[lane])
+
+    async def _by_size(self, size: int, work: Callable[[], T]) -> T:
+        """`work()`, which takes the longer, the larger `size` is: in another thread if it is long.
+        There, it waits for what is about as long."""
+        return work() if size <= LONG else await self._off_loop(_magnitude(size), work)
 
     async def _parsed(self, kind: type[BodyT], body: bytes) -> BodyT:
         """The request in `body`: see `parse`."""
-        return await self._off_loop(len(body) > LONG, lambda: parse(kind, body))
+        return await self._by_size(len(body), lambda: parse(kind, body))
 
     async def health(self, request: Request) -> Response:
         engine = self._served.engine
@@ -112,8 +118,8 @@ class Endpoints:
             )
             tokenizer = served.tokenizer
             most = served.most_characters
-            prompts = await self._off_loop(
-                len(body) > LONG,
+            prompts = await self._by_size(
+                len(body),
                 lambda: [read_prompt(tokenizer, prompt, most) for prompt in asked.prompts],
             )
             form = self._form(served, prompts, echo=asked.echo)
@@ -128,10 +134,12 @@ class Endpoints:
             message = f"{template} POST /v1/completions continues a text without one."
             raise ApiError(404, message, "no_chat_template")
         with bad_request():
-            asked = await self._parsed(Chat, await body_of(request))
+            body = await body_of(request)
+            asked = await self._parsed(Chat, body)
             served = await self._find(asked.model)
             ids = await self._off_loop(
-                True, lambda: template.encode(asked.turns, served.most_characters)
+                _magnitude(len(body)),
+                lambda: template.encode(asked.turns, served.most_characters),
             )
         n_best = (asked.top_logprobs or 0) if asked.logprobs else None
         most = asked.max_completion_tokens or asked.max_tokens or CHAT_TOKENS
@@ -189,9 +197,14 @@ class Endpoints:
             chunks = _chunks(form, mailbox, texts, scored, asked.include_usage, engine)
             return EventStream(chunks, lambda: engine.cancel(texts))
         pieces = await finished(request, engine, mailbox, texts)
-        return await self._off_loop(
-            numbers > LONG, lambda: JSONResponse(form.answer(texts, pieces, scored=scored))
+        return await self._by_size(
+            numbers, lambda: JSONResponse(form.answer(texts, pieces, scored=scored))
         )
+
+
+def _magnitude(size: int) -> int:
+    """The number of digits."""
+    return len(str(size))
 
 
 def submit(request: Request, engine: Engine, texts: Sequence[ServedText]) -> None:

@@ -34,7 +34,6 @@ from gptlite.serving.api import (
 )
 from gptlite.serving.curves import read_curves
 from gptlite.serving.endpoints import (
-    LONG,
     Endpoints,
     Mailbox,
     bad_request,
@@ -124,7 +123,7 @@ class PageEndpoints(Endpoints):
         def work() -> Response:
             return JSONResponse([dataclasses.asdict(run) for run in list_runs(RUNS_FOLDER)])
 
-        return await self._off_loop(True, work)
+        return await self._off_loop("runs", work)
 
     async def curves(self, request: Request) -> Response:
         """The losses of a run, from a place in its file on."""
@@ -146,7 +145,7 @@ class PageEndpoints(Endpoints):
             place = {"file": curves.file, "end": curves.end, "complete": curves.complete}
             return JSONResponse(place | pairs)
 
-        return await self._off_loop(True, work)
+        return await self._off_loop("runs", work)
 
     async def config(self, request: Request) -> Response:
         """The settings of a run, as options of train.py."""
@@ -200,14 +199,14 @@ class PageEndpoints(Endpoints):
             body = await body_of(request)
             asked = await self._parsed(Text, body)
             served = await self._find(asked.model)
-            scoring = await self._off_loop(len(body) > LONG, lambda: Scoring(served, asked.text))
+            scoring = await self._by_size(len(body), lambda: Scoring(served, asked.text))
         mailbox = Mailbox(streamed=False)
         texts = scoring.texts(mailbox)
         submit(request, served.engine, texts)
         pieces = await finished(request, served.engine, mailbox, texts)
         tokens = [token for piece in pieces for token in piece.tokens]
-        return await self._off_loop(
-            len(tokens) > LONG // N_RIVALS, lambda: JSONResponse(scoring.answer(tokens))
+        return await self._by_size(
+            N_RIVALS * len(tokens), lambda: JSONResponse(scoring.answer(tokens))
         )
 
     async def look(self, request: Request) -> Response:
@@ -230,7 +229,7 @@ class PageEndpoints(Endpoints):
             inside = look_inside(served.model, asked.ids, asked.place)
             return JSONResponse(_inside(inside, served.tokenizer))
 
-        return await self._off_loop(True, work)
+        return await self._off_loop("look", work)
 
 
 class Scoring:

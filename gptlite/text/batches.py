@@ -37,8 +37,7 @@ class Batches:
         require(
             self.windows_per_epoch >= 1,
             f"The training text is too short: it has {len(self.tokens):,} tokens, and a "
-            f"context_length of {self.context_length} needs at least "
-            f"{2 * self.context_length:,}.",
+            f"context_length of {self.context_length} needs at least {2 * self.context_length:,}.",
         )
 
     @property
@@ -49,12 +48,10 @@ class Batches:
     def __call__(self, step: int) -> Windows:
         """The batch of `step`, counted from 0: `[rows, context_length + 1]`."""
         rows = range(self.batch_size) if self.rows is None else self.rows.tolist()
-        windows = (step * self.batch_size + row for row in rows)
-        starts = np.array(
-            [self._start(*divmod(window, self.windows_per_epoch)) for window in windows]
-        )
-        places = starts[:, None] + np.arange(self.context_length + 1)
-        return self.tokens[places].astype(np.int32)
+        places = (divmod(step * self.batch_size + row, self.windows_per_epoch) for row in rows)
+        starts = np.array([self._start(epoch, index) for epoch, index in places])
+        ids = self.tokens[starts[:, None] + np.arange(self.context_length + 1)]
+        return ids.astype(np.int32)
 
     def _start(self, epoch: int, index: int) -> int:
         offset, order = self._order(epoch)

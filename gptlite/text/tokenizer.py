@@ -5,6 +5,7 @@ Its JSON holds the whole vocabulary, so a run never downloads it again.
 """
 
 import base64
+import contextlib
 import functools
 import re
 from typing import Any, Protocol, runtime_checkable
@@ -103,12 +104,16 @@ def as_ids(ids: list[int]) -> Ids:
 @functools.lru_cache(maxsize=8)
 def _byte_lengths(tokenizer: Tokenizer) -> Integer[np.ndarray, " vocab"]:
     lengths = [len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)]
-    return np.array([0 if i in tokenizer.end_ids else n for i, n in enumerate(lengths)])
+    for i in tokenizer.end_ids:
+        length, lengths[i] = lengths[i], 0
+        with contextlib.suppress(UserError):  # a text may have it, too: as a line's end
+            lengths[i] = length * (i in tokenizer.encode(tokenizer.decode(as_ids([i]))))
+    return np.array(lengths)
 
 
 def n_bytes(tokenizer: Tokenizer, ids: Integer[Array | np.ndarray, " tokens"]) -> int:
-    """UTF-8 bytes of the text of `ids`, from its beginning. What says that a text ends is none of
-    them, nor is a space that the tokenizer adds."""
+    """UTF-8 bytes of the text of `ids`, from its beginning. What only says that a text ends is none
+    of them, nor is a space that the tokenizer adds."""
     added = len(ids) > 0 and tokenizer.adds_space and tokenizer.token_bytes(int(ids[0]))[:1] == b" "
     return int(_byte_lengths(tokenizer)[np.asarray(ids)].sum()) - added
 
@@ -152,10 +157,9 @@ class CharTokenizer(Decoding):
         ids = np.take(self._ids, code_points(text), mode="clip")
         if len(ids) and ids.min() < 0:
             place = int(np.argmin(ids))
-            character = text[place]
             raise UserError(
-                f"The character {character!r} (U+{ord(character):04X}), number {place + 1} of the "
-                f"text, is not in the vocabulary: it never occurred in the corpus of this char "
+                f"The character {text[place]!r} (U+{ord(text[place]):04X}), number {place + 1} of "
+                f"the text, is not in the vocabulary: it never occurred in the corpus of this char "
                 f"tokenizer, which knows {self.vocab_size} characters."
             )
         return ids
@@ -174,8 +178,7 @@ class ByteTokenizer(Decoding):
     """One id per byte of the UTF-8 text."""
 
     start_ids = end_ids = ()
-    vocab_size = 256
-    padded_vocab_size = 256
+    vocab_size = padded_vocab_size = 256
 
     def encode(self, text: str) -> Ids:
         return np.frombuffer(utf8(text), np.uint8).astype(np.int32)

@@ -16,6 +16,7 @@ from gptlite.errors import UserError, require
 from gptlite.machine.files import lock_patiently
 from gptlite.machine.id_store import SEGMENT, IdStore
 from gptlite.machine.progress import log, progress_bar
+from gptlite.machine.text_files import PIECE
 from gptlite.text.corpus import DATA_FOLDER, HELD_OUT, Corpus
 from gptlite.text.tokenizer import Ids, Tokenizer, n_bytes
 
@@ -88,8 +89,7 @@ def split_corpus(
                     log(f"encoding {corpus.name}, once, into {path}.train")
                     _encode(corpus, tokenizer, store)
         except OSError as error:
-            message = f"The ids of {corpus.name} cannot be kept in {folder}: {error}."
-            raise UserError(message) from error
+            raise UserError(f"The ids of {corpus.name} cannot be kept: {error}.") from error
     journal, (train, validation) = store.journal, store.ids()
     sums, text_bytes = journal.sha256, journal.validation_bytes
     require(not is_dataset or len(train) > 1, f"{corpus.name} is empty.")
@@ -111,7 +111,7 @@ def split_corpus(
 def encode_pieces(tokenizer: Tokenizer, pieces: Iterator[str]) -> Iterator[Ids]:
     """The ids of a text in pieces; pieces are joined and cut where their tokens allow it."""
     rest = ""
-    for piece in pieces:
+    for piece in (x[i : i + PIECE] for x in pieces for i in range(0, len(x), PIECE)):
         if cut := tokenizer.boundary(rest):
             yield tokenizer.encode(rest[:cut])
             rest = rest[cut:]

@@ -501,12 +501,28 @@ def test_a_part_that_may_take_any_time_or_memory_is_refused(parts, words):
         HFTokenizer(changed(OWN, **parts))
 
 
-def test_a_text_that_grows_is_encoded_up_to_a_length_after_its_growth():
-    split = {"type": "Split", "pattern": {"String": "a"}, "behavior": "Isolated", "invert": False}
-    made = HFTokenizer(changed(OWN, normalizer=replaced("b", "a" * 32), pre_tokenizer=split))
-    assert made.encode("a" * 1000).size == 1000
-    with pytest.raises(UserError, match="for more than 524,288 characters needs too much memory"):
-        made.encode("b" * (2**19 + 1))
+@pytest.mark.parametrize(
+    ("normalizer", "letter", "times"),
+    [(replaced("é", "a" * 32), "é", 32), ({"type": "NFKC"}, "\ufdfa", 18)],
+)
+def test_a_text_that_grows_is_encoded_up_to_a_length_after_its_growth(normalizer, letter, times):
+    made = HFTokenizer(changed(OWN, normalizer=normalizer))
+    assert made.decode(made.encode("a" * 10**5)) == "a" * 10**5
+    short, long = 2**16 // times, 2**16
+    with pytest.raises(UserError, match="does not come back from its ids"):
+        made.encode(letter * short)
+    with pytest.raises(UserError, match=rf"makes {times * long:,} characters of the 65,536"):
+        made.encode(letter * long)
+    with pytest.raises(
+        UserError, match=rf"makes {times * 2**20 + 100_010:,} characters of the 1,1"
+    ):
+        made.encode("a" * 10 + letter * 2**20 + "a" * 10**5)
+
+
+def test_korean_may_be_normalized():
+    made = HFTokenizer(changed(OWN, normalizer={"type": "NFKD"}))
+    with pytest.raises(UserError, match="does not come back"):
+        made.encode("한국어" * 10**5)
 
 
 def test_ids_are_compared_with_the_number_of_tokens():

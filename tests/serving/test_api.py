@@ -5,7 +5,9 @@ import http.client
 import json
 import re
 import socket
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import equinox as eqx
@@ -319,6 +321,28 @@ def test_a_large_body_is_refused_while_it_comes(address, monkeypatch):
     status, answer, _ = post(address, body)
     assert status == 413
     assert "at most 1,000 bytes" in answer["error"]["message"]
+
+
+def test_a_long_request_does_not_hold_up_shorter_ones(address, monkeypatch):
+    """Not while it is read, which takes longer than all else of a request that is refused."""
+    begun, release, parse = threading.Event(), threading.Event(), endpoints_module.parse
+
+    def slow(kind, body):
+        if len(body) > 10**6:
+            begun.set()
+            release.wait(60)
+        return parse(kind, body)
+
+    monkeypatch.setattr(endpoints_module, "parse", slow)
+    bodies = [json.dumps({"model": NAME, "prompt": "a" * 10**n}) for n in (2, 5, 6)]
+    with ThreadPoolExecutor() as threads:
+        long = threads.submit(post, address, bodies[2])
+        assert begun.wait(60)
+        for body in bodies[:2]:
+            assert post(address, body)[0] == 400
+        assert not long.done()
+        release.set()
+        assert long.result()[0] == 400
 
 
 def test_a_request_that_does_not_end_is_given_up(address, monkeypatch):

@@ -16,6 +16,7 @@ from filelock import FileLock
 from hypothesis import given, strategies as st
 
 from gptlite.errors import UserError
+from gptlite.hugging_face.tokenizer import HFTokenizer, to_hf_tokenizer
 from gptlite.machine import files as files_module
 from gptlite.runs.tokenizers import make_tokenizer
 from gptlite.text import tokens
@@ -240,9 +241,16 @@ def test_a_text_without_words_is_cut_before_it_fills_the_memory(monkeypatch):
     )
     pieces = ("ab" * 2**20 for _ in range(5))
     parts = [len(part) for part in encode_pieces(tokenizer, pieces)]
-    assert parts == [10 * 2**20]
-    pieces = ("ab" * 2**20 for _ in range(9))
-    assert [len(part) for part in encode_pieces(tokenizer, pieces)] == [10 * 2**20, 8 * 2**20]
+    assert parts == [9 * 2**20, 2**20]
+    pieces = ["ab" * 9 * 2**20]
+    assert [len(part) for part in encode_pieces(tokenizer, iter(pieces))] == [9 * 2**20] * 2
+
+
+def test_a_long_piece_is_encoded_in_parts_that_change_no_token(tiktoken_gpt2):
+    tokenizer, text = TiktokenTokenizer(tiktoken_gpt2), TEXT * (2**22 // len(TEXT))
+    parts = list(encode_pieces(tokenizer, iter([text])))
+    assert len(parts) == 4
+    np.testing.assert_array_equal(np.concatenate(parts), tokenizer.encode(text))
 
 
 DOCUMENTS = [f"{word}é" for word in TEXT.split()][:120]
@@ -264,6 +272,17 @@ def test_what_separates_documents_has_no_bytes(name, n, tmp_path):
         held_out = [tokenizer.decode(split.validation).replace(separator, "")]
     first = len(tokenizer.token_bytes(int(split.validation[0])))
     assert split.validation_bytes == sum(len(word.encode()) for word in held_out) - first
+
+
+@pytest.mark.parametrize("end", ["Ċ", "a"])
+def test_an_end_that_a_text_may_have_has_bytes_in_it(end, tmp_path):
+    """A model's `eos_token_id` may be the end of a line."""
+    texts = [f"a b a\nab {i}" for i in range(40)]
+    for corpus in (documents(texts), documents(texts[:5]), text_corpus("\n".join(texts))):
+        tokenizers = [ByteTokenizer(), HFTokenizer(to_hf_tokenizer(ByteTokenizer()), None, end)]
+        assert len(tokenizers[1].end_ids) == 1
+        splits = [split_corpus(corpus, x, folder=tmp_path) for x in tokenizers]
+        assert splits[0].validation_bytes == splits[1].validation_bytes > 0
 
 
 def test_a_char_tokenizer_of_documents_knows_what_separates_them():
