@@ -241,6 +241,10 @@ def load_class(name: str) -> type:
             "it to another folder.",
         )
     stem = path.stem
+    require(
+        "." not in stem,
+        f"{file} cannot be loaded: Python imports no file with a dot in its name before .py.",
+    )
     module = sys.modules.get(stem)
     if module is None:
         sys.path.insert(0, str(path.parent))

@@ -188,13 +188,15 @@ def test_annotations_in_custom_files_are_checked(file):
             "broken.py:Twice",
             r"broken.py cannot be loaded: SyntaxError: .*\(--debug shows where\)",
         ),
+        ("my.own.py:Twice", "Python imports no file with a dot in its name before .py"),
         ("json.py:Twice", "a module json is loaded already; rename it"),
         ("{file}:Alias", "Alias in {file} is another name for {file}:Twice"),
     ],
 )
 def test_what_cannot_be_loaded_is_said(file, name, words):
     Path("broken.py").write_text("class Twice(:")
-    Path("json.py").write_text(SOURCE)
+    for path in ("json.py", "my.own.py"):
+        Path(path).write_text(SOURCE)
     with pytest.raises(UserError, match=words.format(file=file)):
         load_custom(config_with(mlp=name.format(file=file)).model)
 
