@@ -7,6 +7,14 @@ while JAX traces: a wrong shape is an error that names the function, the argumen
 compiled program has no checks.
 """
 
+import os
+import signal
+import sys
+
+# From the first moment of `python -m gptlite.NAME`, because the imports take a part of a second.
+if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
 import jaxtyping
 import lazy_loader
 
@@ -18,16 +26,8 @@ jaxtyping.install_import_hook(
     [
         f"gptlite.{package}"
         for package in (
-            "text.batches",
-            "text.tokenizer",
-            "nn",
-            "models",
-            "inspect",
-            "training",
-            "family",
-            "generation.generate",
-            "generation.sampling",
-            "research",
+            *("text.batches", "text.tokenizer", "nn", "models", "inspect", "training", "family"),
+            *("generation.generate", "generation.sampling", "research"),
         )
     ],
     "gptlite.machine.typecheck.typechecker",

@@ -483,9 +483,10 @@ def parse_sample(argv: Sequence[str]) -> SampleArguments:
 
 def read_prompt(arguments: SampleArguments) -> str:
     """From --prompt, --prompt-file or standard input."""
-    if arguments.prompt is not None:
-        return arguments.prompt
     try:
+        if arguments.prompt is not None:
+            # Where the locale is not that of UTF-8, Python keeps the bytes as surrogates.
+            return arguments.prompt.encode("utf-8", "surrogateescape").decode("utf-8")
         # Bytes, not text mode: line ends stay as they are.
         if arguments.prompt_file is not None:
             with Path(arguments.prompt_file).open("rb") as file:
@@ -498,8 +499,9 @@ def read_prompt(arguments: SampleArguments) -> str:
             content = sys.stdin.buffer.read(MAX_PROMPT + 1)
         require(len(content) <= MAX_PROMPT, f"The prompt has more than {MAX_PROMPT:,} bytes.")
         return content.decode("utf-8").removeprefix("\ufeff")  # a byte-order mark
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeError) as error:
         source = arguments.prompt_file or "standard input"
+        source = source if arguments.prompt is None else "the command line"
         raise UserError(f"The prompt cannot be read from {source}: {error}.") from error
 
 

@@ -368,7 +368,7 @@ def decode(
         # model.
         numbers = jnp.broadcast_to(done, batch)[:, None] + jnp.arange(TOKENS_PER_CALL)
         token_keys = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(keys, numbers)
-        uniform = jax.vmap(jax.vmap(jax.random.uniform))(token_keys)
+        uniform = jax.vmap(jax.vmap(lambda key: jax.random.uniform(key, (), "float32")))(token_keys)
 
         def body(i, carry):
             logits, cache, tokens, observed = carry

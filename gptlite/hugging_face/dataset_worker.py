@@ -69,7 +69,7 @@ class Dataset:
         self._name, self.notes = name, []
         source, words = _parts(name)
         require(
-            bool(source) and len(words) <= 3 and all(words),
+            bool(source) and all(words),
             f"A Hugging Face dataset is named hf:NAME[:CONFIG][:SPLIT][:COLUMN], got {name!r}.",
         )
         end = re.sub("|".join(map(re.escape, PACKED)), "", source.lower())
@@ -104,15 +104,16 @@ class Dataset:
             self._builder, splits = builder, builder.as_streaming_dataset()
             self._split = words.pop(0) if words and words[0] in splits else "train"
             texts = _texts(builder, splits[self._split]) if self._split in splits else []
-        if self._split not in splits or len(words) > 1:
+        column = ":".join(words)  # its name may have colons
+        if self._split not in splits or (len(words) > 1 and column not in texts):
             raise UserError(
                 f"{name} must name a split of the dataset: it has {', '.join(map(str, splits))}."
             )
-        self._column = words[0] if words else "text" if "text" in texts else "".join(texts[:1])
+        self._column = column or ("text" if "text" in texts else "".join(texts[:1]))
         require(
             self._column in texts and (bool(words) or self._column == "text" or len(texts) <= 1),
             f"{name} must name a column of text, as in hf:{source}:{self._split}:COLUMN; the "
-            f"dataset has {', '.join(texts) or 'none'}.",
+            f"columns in which all are texts are {', '.join(texts) or 'none'}.",
         )
         # The hash changes with the files, or with the dataset's revision.
         self.version = f"{name} {builder.config_id} {builder.hash}"

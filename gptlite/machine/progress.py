@@ -37,7 +37,7 @@ def sentence_of(error: BaseException) -> str | None:
     """The sentence that a user is told of an error; None if it is unexpected, a mistake of the
     program's."""
     if isinstance(error, UserError):
-        return str(error)
+        return re.sub(r"(?<!\.)\.\.$", ".", str(error))  # after a reason that is a sentence
     if isinstance(error, KeyboardInterrupt):
         return "stopped"
     if isinstance(error, OSError):

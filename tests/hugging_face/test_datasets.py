@@ -81,7 +81,7 @@ def test_configurations_of_a_folder(folder):
         (":train:absent", "text, other"),
         (":absent", "text, other"),
         (":absent:text", "must name a split of the dataset: it has train, test"),
-        (":a:b:c:d", "is named hf:NAME"),
+        (":a:b:c:d", "must name a split of the dataset: it has train, test"),
         (":", "is named hf:NAME"),
         ("/absent", "cannot be loaded"),
     ],
@@ -89,6 +89,12 @@ def test_configurations_of_a_folder(folder):
 def test_a_part_that_is_not_there_is_refused(folder, suffix, words):
     with pytest.raises(UserError, match=words):
         documents(f"{folder}{suffix}")
+
+
+def test_a_column_may_have_a_colon_in_its_name(tmp_path):
+    (tmp_path / "a.csv").write_text("a:b,c\nfirst,x\nsecond,y\n")
+    for name in ("a.csv:a:b", "a.csv:train:a:b"):
+        assert list(documents(tmp_path / name).read(None)) == ["first", "second"]
 
 
 def write_file(path: Path, texts: list[str]) -> None:

@@ -144,6 +144,51 @@ def test_runs_that_begin_in_the_same_second_have_names_of_their_own(place):
     assert all((run / "result.json").exists() for run in new)
 
 
+def test_a_prompt_is_utf8_whatever_the_locale_is(place):
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for prompt, code in ((b"\xc3\xa9", 0), (b"\xe9", 2)):
+        words = ["sample.py", "--run", "one", "--max-new-tokens", "2", "--prompt"]
+        done = subprocess.run(
+            [os.fsencode(x) for x in (sys.executable, str(ROOT / words[0]), *words[1:])] + [prompt],
+            cwd=place,
+            env=os.environ | {"PYTHONPATH": str(ROOT)} | ascii_only,
+            capture_output=True,
+        )
+        assert done.returncode == code, done.stderr
+        assert (b"cannot be read from the command line" in done.stderr) == (code == 2)
+
+
+def test_python_and_a_script_make_the_same_text_under_x64(place):
+    words = ["sample.py", "--run", "one", "--prompt", "T", "--seed", "3", "--max-new-tokens", "20"]
+    text = script(*words, folder=place).stdout.decode()
+    code = "import gptlite as gl; print(gl.load('one').generate('T', max_new_tokens=20, seed=3))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=place,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_ENABLE_X64": "1", "PYTHONUTF8": "1"},
+        capture_output=True,
+    )
+    assert done.stdout.decode().strip() == text.strip(), done.stderr
+
+
+@pytest.mark.parametrize("module", ["export", "research.check_block", "estimate"])
+def test_ctrl_c_ends_a_module_from_the_first_moment(place, module):
+    for delay in (0.2, 0.3, 0.4, 0.6, 0.9):
+        process = subprocess.Popen(
+            [sys.executable, "-m", f"gptlite.{module}", "a.py:B", "b"],
+            cwd=place,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        time.sleep(delay)
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+        assert b"KeyboardInterrupt" not in error, (delay, error)
+        # Python itself was starting, or it had ended before.
+        assert process.returncode in (130, -signal.SIGINT, 2), (delay, error)
+
+
 @pytest.mark.parametrize("name", ["train.py", "sample.py"])
 def test_ctrl_c_ends_a_script_from_the_first_moment(place, name):
     """Whatever it does: it imports, reads, compiles, trains."""
