@@ -57,8 +57,6 @@ MAX_TEXT = 2**26
 # Characters that may come of a byte of the files, after the first `FREE` ones. (Text is packed to a
 # fifth or a tenth of its size.)
 MAX_GROWTH, FREE = 100, 2**28
-# What the library takes for patterns in the name of a folder.
-PATTERNS = "*?[]"
 
 
 class Dataset:
@@ -78,9 +76,9 @@ class Dataset:
             kind = None
             path = os.path.realpath(source)
             require(
-                not set(PATTERNS).intersection(path),
-                f"The library that reads the folder {path} would take {' '.join(PATTERNS)} in its "
-                "name for patterns: rename it, or give one of its files.",
+                "[" not in path,
+                f"The library that reads the folder {path} takes [ in its name for a pattern: "
+                "rename it, or give one of its files.",
             )
         require(
             kind is not None or not os.path.isfile(source),

@@ -600,9 +600,11 @@ def test_files_of_a_folder_that_are_left_out_are_told(folder, capsys):
 def test_a_folder_whose_name_is_a_pattern_is_refused(tmp_path):
     (tmp_path / "a[1]").mkdir()
     (tmp_path / "a[1]" / "a.jsonl").write_text('{"text": "a"}')
-    with pytest.raises(UserError, match="in its name for patterns"):
+    with pytest.raises(UserError, match="in its name for a pattern"):
         documents(tmp_path / "a[1]")
     assert list(documents(tmp_path / "a[1]" / "a.jsonl").read(None)) == ["a"]
+    (tmp_path / "a[1]").rename(tmp_path / "a *?:]b")
+    assert list(documents(tmp_path / "a *?:]b").read(None)) == ["a"]
 
 
 def test_a_link_in_a_folder_is_told(folder, tmp_path, capsys):
