@@ -294,7 +294,17 @@ class CompareArguments:
 
 def parse_words(kind: Any, args: Sequence[str], **options: Any) -> Any:
     """`tyro.cli`. Its errors repeat what was typed, so control characters are parsed as escapes
-    first."""
+    first.
+
+    **Raises:** `UserError` if a word is no text, or names an option almost."""
+    for word in args:
+        # Python keeps bytes that are no text as halves of surrogate pairs.
+        require(
+            word == word.encode(errors="ignore").decode(),
+            f"{printable(word)} on the command line is no text in "
+            f"{sys.getfilesystemencoding()}, the encoding that Python found: with PYTHONUTF8=1 in "
+            "the environment, it is UTF-8.",
+        )
     safe = [printable(word) for word in args]
     if safe != list(args):
         tyro.cli(kind, args=safe, **options)
@@ -483,10 +493,9 @@ def parse_sample(argv: Sequence[str]) -> SampleArguments:
 
 def read_prompt(arguments: SampleArguments) -> str:
     """From --prompt, --prompt-file or standard input."""
+    if arguments.prompt is not None:
+        return arguments.prompt
     try:
-        if arguments.prompt is not None:
-            # Where the locale is not that of UTF-8, Python keeps the bytes as surrogates.
-            return arguments.prompt.encode("utf-8", "surrogateescape").decode("utf-8")
         # Bytes, not text mode: line ends stay as they are.
         if arguments.prompt_file is not None:
             with Path(arguments.prompt_file).open("rb") as file:
@@ -499,9 +508,8 @@ def read_prompt(arguments: SampleArguments) -> str:
             content = sys.stdin.buffer.read(MAX_PROMPT + 1)
         require(len(content) <= MAX_PROMPT, f"The prompt has more than {MAX_PROMPT:,} bytes.")
         return content.decode("utf-8").removeprefix("\ufeff")  # a byte-order mark
-    except (OSError, UnicodeError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         source = arguments.prompt_file or "standard input"
-        source = source if arguments.prompt is None else "the command line"
         raise UserError(f"The prompt cannot be read from {source}: {error}.") from error
 
 

@@ -206,19 +206,19 @@ def main(
         bidirectional: Check an encoder's block, in which every output depends on every input.
         debug: Show where in the code an error came from.
     """
-    with exit_on_error(debug):
-        name, texts = split_options(block)
-        require(is_custom(name), f"A block is named as FILE.py:CLASS, got {block!r}.")
-        check_files(custom)
-        loaded = load_class(find_custom(name, custom))
-        options = parse_options(name, loaded, texts)
-        try:
-            causal = False if bidirectional else None
-            print(check_block(loaded, options=options, causal=causal, zero_grad=zero_grad))
-        except CheckError as error:
-            print(error)
-            sys.exit(1)
+    name, texts = split_options(block)
+    require(is_custom(name), f"A block is named as FILE.py:CLASS, got {block!r}.")
+    check_files(custom)
+    loaded = load_class(find_custom(name, custom))
+    options = parse_options(name, loaded, texts)
+    try:
+        causal = False if bidirectional else None
+        print(check_block(loaded, options=options, causal=causal, zero_grad=zero_grad))
+    except CheckError as error:
+        print(error)
+        sys.exit(1)
 
 
 if __name__ == "__main__":
-    parse_words(main, sys.argv[1:], prog="python -m gptlite.research.check_block")
+    with exit_on_error(debug="--debug" in sys.argv):
+        parse_words(main, sys.argv[1:], prog="python -m gptlite.research.check_block")

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tyro
 from conftest import tiny_model
 from jax import lax
 
+from gptlite.cli import exit_on_error, parse_words
 from gptlite.config import ModelConfig
 from gptlite.errors import UserError
 from gptlite.models.gpt import GPT
@@ -442,7 +442,8 @@ def test_the_command_line(tmp_path, capsys):
 
     def run(*words):
         try:
-            tyro.cli(main, args=words)
+            with exit_on_error():
+                parse_words(main, words, prog="check_block")
         except SystemExit as stop:
             return stop.code, capsys.readouterr()
         return 0, capsys.readouterr()
@@ -462,3 +463,8 @@ def test_the_command_line(tmp_path, capsys):
     code, said = run(f"{file}:Scaled:rank=2")
     assert code == 2
     assert "has no option rank: its options are by" in said.err
+    code, said = run(f"{file}:Bad", "--zero-grads", "spare.weight")
+    assert (code, said.err) == (
+        2,
+        "error: There is no option --zero-grads: did you mean --zero-grad?\n",
+    )

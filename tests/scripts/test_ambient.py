@@ -144,18 +144,14 @@ def test_runs_that_begin_in_the_same_second_have_names_of_their_own(place):
     assert all((run / "result.json").exists() for run in new)
 
 
-def test_a_prompt_is_utf8_whatever_the_locale_is(place):
+@pytest.mark.parametrize("option", ["--prompt", "--stop", "--run"])
+def test_words_that_are_no_text_in_the_locale_are_refused(place, option):
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    for prompt, code in ((b"\xc3\xa9", 0), (b"\xe9", 2)):
-        words = ["sample.py", "--run", "one", "--max-new-tokens", "2", "--prompt"]
-        done = subprocess.run(
-            [os.fsencode(x) for x in (sys.executable, str(ROOT / words[0]), *words[1:])] + [prompt],
-            cwd=place,
-            env=os.environ | {"PYTHONPATH": str(ROOT)} | ascii_only,
-            capture_output=True,
-        )
-        assert done.returncode == code, done.stderr
-        assert (b"cannot be read from the command line" in done.stderr) == (code == 2)
+    for word, found in (("é", ascii_only), (os.fsdecode(b"\xe9"), {"PYTHONUTF8": "1"})):
+        done = script("sample.py", option, word, folder=place, **found)
+        assert done.returncode == 2
+        assert b"on the command line is no text in" in done.stderr
+        assert b"Traceback" not in done.stderr
 
 
 def test_python_and_a_script_make_the_same_text_under_x64(place):
