@@ -6,9 +6,11 @@
 {"close": NUMBER}
 """
 
+import codecs
 import functools
 import glob
 import itertools
+import json
 import os
 import re
 import signal
@@ -97,11 +99,12 @@ class Dataset:
                 file = glob.escape(source) if os.path.exists(source) else source
                 builder = datasets.load_dataset_builder(kind, data_files=file)
             self.notes += _check_files(source, builder)
-            _adapt(builder, source)
+            self._column = ""  # not known yet
+            self._adapt(builder, source)
             self.is_text = builder.name == "text"
             self._builder, splits = builder, builder.as_streaming_dataset()
             self._split = words.pop(0) if words and words[0] in splits else "train"
-            texts = _texts(builder, splits[self._split]) if self._split in splits else []
+            texts = _texts(splits[self._split]) if self._split in splits else []
         column = ":".join(words)  # its name may have colons
         if self._split not in splits or (len(words) > 1 and column not in texts):
             raise UserError(
@@ -160,6 +163,56 @@ class Dataset:
                 yield {"texts": part, "place": place, "end": is_end}
                 state = rows.state_dict()
                 place = None if state is None else {"state": state, "skip": skipped}
+
+    def _adapt(self, builder: Any, source: str) -> None:
+        """Read as gptlite does, where the library would read otherwise."""
+        extend_dataset_builder_for_streaming(builder)
+        if builder.name == "text":
+            builder._generate_tables = _text_tables
+        elif builder.name == "json":
+            builder._generate_tables = self._json_tables
+        elif builder.name == "parquet":
+
+            def tables_of_groups(files: Any, row_groups_list: Any) -> Iterator[Any]:
+                for shard, (file, groups) in enumerate(zip(files, row_groups_list, strict=True)):
+                    with xopen(file, "rb") as content:
+                        for number, batch in enumerate(_parquet_batches(content, groups)):
+                            table = pyarrow.Table.from_batches([batch])
+                            yield Key(shard, number), builder._cast_table(table)
+
+            builder._generate_tables = tables_of_groups
+        elif builder.name == "csv":
+            if ".tsv" in source.lower():
+                builder.config.sep = "\t"
+            # Else 007 would be the number 7, and the text NA nothing.
+            options = {"dtype": str, "keep_default_na": False, "chunksize": ROWS}
+
+            def tables_of_texts(base_files: Any, files_iterables: Any) -> Iterator[Any]:
+                for shard, files in enumerate(files_iterables):
+                    for file in files:
+                        with xopen(file, "rb") as content:
+                            known = builder.config.pd_read_csv_kwargs
+                            pieces = pandas.read_csv(content, **{**known, **options})
+                            for number, rows in enumerate(pieces):
+                                yield Key(shard, number), pyarrow.Table.from_pandas(rows)
+
+            builder._generate_tables = tables_of_texts
+
+    def _json_tables(self, base_files: Any, files_iterables: Any, **_: Any) -> Iterator[Any]:
+        """The texts in files of JSON. The library's own reader makes times of texts that look like
+        ones, and texts of what is none."""
+        for shard, files in enumerate(files_iterables):
+            for file in files:
+                with xopen(file, "rb") as content:
+                    for number, rows in enumerate(_json_rows(content)):
+                        names = [self._column] if self._column else _text_keys(rows)
+                        columns = {name: [row.get(name) for row in rows] for name in names}
+                        for text in itertools.chain(*columns.values()):
+                            require(
+                                text is None or isinstance(text, str),
+                                f"{self._name} has {str(text)[:100]!r} where a text is expected.",
+                            )
+                        yield Key(shard, number), pyarrow.table(columns)
 
     @functools.cached_property
     def _n_bytes(self) -> int:
@@ -250,39 +303,6 @@ def _left_out(source: str, kind: str, files: set[str]) -> list[str]:
     return [f"Of {source}, the {kind} files are read. Left out: {left[0]}{more}."] if left else []
 
 
-def _adapt(builder: Any, source: str) -> None:
-    """Read as gptlite does, where the library would read otherwise."""
-    extend_dataset_builder_for_streaming(builder)
-    if builder.name == "text":
-        builder._generate_tables = _text_tables
-    elif builder.name == "parquet":
-
-        def tables_of_groups(files: Any, row_groups_list: Any) -> Iterator[Any]:
-            for shard, (file, groups) in enumerate(zip(files, row_groups_list, strict=True)):
-                with xopen(file, "rb") as content:
-                    for number, batch in enumerate(_parquet_batches(content, groups)):
-                        table = pyarrow.Table.from_batches([batch])
-                        yield Key(shard, number), builder._cast_table(table)
-
-        builder._generate_tables = tables_of_groups
-    elif builder.name == "csv":
-        if ".tsv" in source.lower():
-            builder.config.sep = "\t"
-        # Else 007 would be the number 7, and the text NA nothing.
-        options = {"dtype": str, "keep_default_na": False, "chunksize": ROWS}
-
-        def tables_of_texts(base_files: Any, files_iterables: Any) -> Iterator[Any]:
-            for shard, files in enumerate(files_iterables):
-                for file in files:
-                    with xopen(file, "rb") as content:
-                        known = builder.config.pd_read_csv_kwargs
-                        pieces = pandas.read_csv(content, **{**known, **options})
-                        for number, rows in enumerate(pieces):
-                            yield Key(shard, number), pyarrow.Table.from_pandas(rows)
-
-        builder._generate_tables = tables_of_texts
-
-
 def _text_tables(base_files: Any, files_iterables: Any) -> Iterator[Any]:
     """A text in pieces, one of which is a row, as of a file that is no dataset: the library's own
     reader changes line ends, and reads a line of any length."""
@@ -292,6 +312,38 @@ def _text_tables(base_files: Any, files_iterables: Any) -> Iterator[Any]:
                 pieces = read_text(content, file)  # pyright: ignore[reportArgumentType]
                 for number, piece in enumerate(pieces):
                     yield Key(shard, number), pyarrow.table({"text": [piece]})
+
+
+def _json_rows(content: Any) -> Iterator[list[dict[str, Any]]]:
+    """The objects in a file of JSON, some at a time: one in each line, or a list of them, or of
+    texts."""
+    begin = content.read(PART).removeprefix(codecs.BOM_UTF8)
+    if begin.lstrip().startswith(b"["):
+        rows = json.loads(begin + content.read())
+        rows = [{"text": row} if isinstance(row, str) else row for row in rows]
+        parts = (rows[i : i + ROWS] for i in range(0, len(rows), ROWS))
+    else:
+        parts = ([json.loads(x) for x in part if x.strip()] for part in _lines(begin, content))
+    for part in parts:
+        for row in part:
+            if not isinstance(row, dict):
+                raise ValueError(f"a row is a JSON object, got {json.dumps(row)[:100]}")
+        yield part
+
+
+def _lines(begin: bytes, content: Any) -> Iterator[list[bytes]]:
+    """The lines of a file, some at a time."""
+    rest, piece = begin, begin
+    while piece:
+        piece = content.read(PART)
+        *lines, rest = (rest + piece).split(b"\n") if piece else (*rest.split(b"\n"), b"")
+        yield from (lines[i : i + ROWS] for i in range(0, len(lines), ROWS))
+
+
+def _text_keys(rows: list[dict[str, Any]]) -> list[str]:
+    """The keys of rows that have texts, and nothing else."""
+    keys = dict.fromkeys(key for row in rows for key, value in row.items() if value is not None)
+    return [key for key in keys if all(isinstance(row.get(key, ""), str | None) for row in rows)]
 
 
 def _parquet_batches(content: Any, groups: Any) -> Iterator[Any]:
@@ -307,14 +359,10 @@ def _parquet_batches(content: Any, groups: Any) -> Iterator[Any]:
         yield from reader.iter_batches(n_rows, row_groups=[i])
 
 
-def _texts(builder: Any, rows: Any) -> list[str]:
+def _texts(rows: Any) -> list[str]:
     """The columns of text."""
-    if rows.features is None:  # of a list in JSON
-        # A column in which something is no text would be one of JSON in quotes.
-        builder.config.on_mixed_types = None
-        first = itertools.islice(rows, ROWS)
-        found = {k: None for row in first for k, value in row.items() if isinstance(value, str)}
-        return list(found)
+    if rows.features is None:
+        return _text_keys(list(itertools.islice(rows, ROWS)))
     kinds = ("string", "large_string", "string_view")
     return [name for name, kind in rows.features.items() if getattr(kind, "dtype", "") in kinds]
 

@@ -23,14 +23,17 @@ def set_up_jax(cpu_devices: int = 1) -> None:
     devices stay those that there are.
 
     JAX's own environment variables, such as JAX_COMPILATION_CACHE_DIR and JAX_NUM_CPU_DEVICES, take
-    precedence; but not those that change the formats of numbers, such as JAX_ENABLE_X64: a config
-    says them; nor those that forbid what every run does, such as to move an array to a device.
+    precedence; but not those that change the formats of numbers, such as JAX_ENABLE_X64, or which
+    random numbers are drawn: a config says them; nor those that forbid what every run does, such as
+    to move an array to a device.
 
     **Raises:** `UserError` if JAX finds no device.
     """
     import jax
 
     jax.config.update("jax_enable_x64", False)
+    jax.config.update("jax_default_prng_impl", "threefry2x32")
+    jax.config.update("jax_threefry_partitionable", True)
     jax.config.update("jax_numpy_dtype_promotion", "standard")
     jax.config.update("jax_numpy_rank_promotion", "allow")
     guard = jax.config.jax_transfer_guard  # pyright: ignore[reportAttributeAccessIssue]

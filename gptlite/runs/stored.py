@@ -180,7 +180,7 @@ def check_files(folder: Path, most: int) -> None:
 def _open(path: Path, prefix: str = "") -> dict[str, Any]:
     import tensorstore
 
-    where = (path / "state").absolute().as_posix()
+    where = (path / "state").resolve().as_posix()
     require(
         "\\" not in where, f"{where} cannot be read: TensorStore takes a backslash for a slash."
     )

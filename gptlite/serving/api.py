@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from types import NoneType
 from typing import Annotated, Any, ClassVar, Protocol, TypeVar
 
 from gptlite.config import SamplingConfig
@@ -72,7 +73,7 @@ class Knobs:
         options = self.stream_options or {}
         known = {"include_usage", "include_obfuscation"}
         require(
-            set(options) <= known and all(type(x) is bool for x in options.values()),
+            set(options) <= known and all(type(x) in (bool, NoneType) for x in options.values()),
             f"stream_options has include_usage, true or false, got {options}.",
         )
         require(

@@ -52,6 +52,14 @@ def run(saved, tmp_path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "runs" / "one"))
 
 
+@pytest.mark.parametrize("way", ["../one", "../../runs/./one", "../../link", "../../link/../one"])
+def test_a_run_is_loaded_by_any_path_to_it(run, monkeypatch, way):
+    (run.parents[1] / "link").symlink_to(run)
+    (run.parent / "notebooks").mkdir()
+    monkeypatch.chdir(run.parent / "notebooks")
+    np.testing.assert_array_equal(load(way).model.norm.weight, MODEL.norm.weight)
+
+
 def test_what_was_saved_is_loaded(run):
     loaded = load(run)
     assert loaded.config == CONFIG

@@ -154,6 +154,17 @@ def test_words_that_are_no_text_in_the_locale_are_refused(place, option):
         assert b"Traceback" not in done.stderr
 
 
+def test_a_run_is_a_function_of_its_config(place):
+    """Not of what JAX is told about random numbers and their formats."""
+    settings = {"JAX_DEFAULT_PRNG_IMPL": "rbg", "JAX_THREEFRY_PARTITIONABLE": "0"}
+    losses = []
+    for found in ({}, settings | {"JAX_ENABLE_X64": "1"}):
+        done = script("train.py", *TINY, "--run", "same", "--overwrite", folder=place, **found)
+        assert done.returncode == 0, done.stderr
+        losses.append(json.loads((place / "runs/same/result.json").read_bytes())["best_val_loss"])
+    assert losses[0] == losses[1]
+
+
 def test_python_and_a_script_make_the_same_text_under_x64(place):
     words = ["sample.py", "--run", "one", "--prompt", "T", "--seed", "3", "--max-new-tokens", "20"]
     text = script(*words, folder=place).stdout.decode()

@@ -191,7 +191,7 @@ DEFAULTS = {
     "user": "someone",
     "safety_identifier": "someone",
     "prompt_cache_key": "a",
-    "stream_options": {"include_usage": False, "include_obfuscation": False},
+    "stream_options": {"include_usage": None, "include_obfuscation": False},
     **{"n": 1, "stop": [], "temperature": 1, "top_p": 1, "top_logprobs": 0, "best_of": 1},
 }
 MESSAGES = [
