@@ -24,7 +24,7 @@ from gptlite.text.tokenizer import Ids, Tokenizer, n_bytes
 IN_MEMORY = 2**24
 
 # The version of the code that makes ids of texts. A change of it makes files of ids anew.
-ENCODING = 3
+ENCODING = 4
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,8 @@ def _encode(corpus: Corpus, tokenizer: Tokenizer, store: IdStore) -> None:
 
 
 def _end_of_document(tokenizer: Tokenizer) -> Ids:
-    """The end of a text, or the end of a line if the tokenizer has no such token."""
+    """The end of a text; of a line if the tokenizer has none, without a space that it may add."""
     try:
-        return np.array(tokenizer.end_ids[:1] or tokenizer.encode("\n"), np.int32)
+        return np.array(tokenizer.end_ids[:1] or tokenizer.encode("\n")[-1:], np.int32)
     except UserError as error:
         raise UserError(f"A line's end is put after each document. {error}") from error

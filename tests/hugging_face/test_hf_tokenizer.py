@@ -15,7 +15,7 @@ from gptlite.generation.text import TextStream
 from gptlite.hugging_face.components import _LLAMA3, KNOWN_SPLITS
 from gptlite.hugging_face.tokenizer import HFTokenizer, to_hf_tokenizer
 from gptlite.runs.tokenizers import make_tokenizer, tokenizer_from_json
-from gptlite.text.corpus import text_corpus
+from gptlite.text.corpus import documents, text_corpus
 from gptlite.text.tokenizer import (
     PATTERNS,
     ByteTokenizer,
@@ -23,7 +23,7 @@ from gptlite.text.tokenizer import (
     Tokenizer,
     n_bytes,
 )
-from gptlite.text.tokens import encode_pieces
+from gptlite.text.tokens import encode_pieces, split_corpus
 
 CHAR = make_tokenizer("char", text_corpus(TEXT + "é🙂\r\n"))
 OWN = TiktokenTokenizer(own_encoding())
@@ -346,6 +346,21 @@ def test_a_space_that_is_added_is_no_part_of_the_text(name):
     ids = tokenizer.encode("the cat")
     assert (tokenizer.adds_space, tokenizer.token_bytes(int(ids[0]))[:1]) == (True, b" ")
     assert (tokenizer.decode(ids), n_bytes(tokenizer, ids)) == ("the cat", 7)
+
+
+@pytest.mark.parametrize("n", [5, 40])
+def test_no_space_is_added_between_documents(n, tmp_path):
+    texts = [f"the miller counts {i}" for i in range(n)]
+    splits = [
+        split_corpus(documents(texts), tokenizer, folder=tmp_path)
+        for tokenizer in (ByteTokenizer(), TOKENIZERS["as llama 2"])
+    ]
+    # The first id is not predicted: a letter of bytes, a space that was added.
+    assert splits[0].validation_bytes + 1 == splits[1].validation_bytes
+    ids = np.concatenate([splits[1].train, splits[1].validation])
+    parts = TOKENIZERS["as llama 2"].decode(ids).split("\n")
+    assert sorted(part.lstrip() for part in parts[:-1]) == sorted(texts)
+    assert not any(part.endswith(" ") for part in parts)
 
 
 def test_a_library_that_would_lose_a_character_silently_is_not_believed(tmp_path):
