@@ -15,6 +15,7 @@ import os
 import re
 import signal
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,10 @@ MAX_TEXT = 2**26
 # Characters that may come of a byte of the files, after the first `FREE` ones. (Text is packed to a
 # fifth or a tenth of its size.)
 MAX_GROWTH, FREE = 100, 2**28
+
+
+# Arrow's kinds of texts.
+TEXTS = ("string", "large_string", "string_view")
 
 
 class Dataset:
@@ -142,7 +147,7 @@ class Dataset:
                         break
                     require(
                         isinstance(text, str),
-                        f"{self._name} has {str(text)[:100]!r} where a text is expected.",
+                        f"{self._name} has {text!r:.100} where a text is expected.",
                     )
                     if text and skipped:
                         skipped -= 1
@@ -178,14 +183,18 @@ class Dataset:
                     with xopen(file, "rb") as content:
                         for number, batch in enumerate(_parquet_batches(content, groups)):
                             table = pyarrow.Table.from_batches([batch])
+                            self._check_kind(table.schema, file)
                             yield Key(shard, number), builder._cast_table(table)
 
             builder._generate_tables = tables_of_groups
         elif builder.name == "csv":
             if ".tsv" in source.lower():
                 builder.config.sep = "\t"
-            # Else 007 would be the number 7, and the text NA nothing.
+            # Else 007 would be the number 7, and the text NA nothing; and in a file whose first row
+            # has a comma too many, what is before it would be no text but the name of a row.
             options = {"dtype": str, "keep_default_na": False, "chunksize": ROWS}
+            options |= {"index_col": False}
+            warnings.simplefilter("error", pandas.errors.ParserWarning)
 
             def tables_of_texts(base_files: Any, files_iterables: Any) -> Iterator[Any]:
                 for shard, files in enumerate(files_iterables):
@@ -197,6 +206,17 @@ class Dataset:
                                 yield Key(shard, number), pyarrow.Table.from_pandas(rows)
 
             builder._generate_tables = tables_of_texts
+
+    def _check_kind(self, schema: Any, file: str) -> None:
+        """**Raises:** `UserError` if the column of text is of another kind in this file: the
+        library would make texts of it."""
+        if self._column in schema.names:
+            kind = schema.field(self._column).type
+            kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+            require(
+                str(kind) in TEXTS,
+                f"The column {self._column} in {file} is of the kind {kind}: texts are expected.",
+            )
 
     def _json_tables(self, base_files: Any, files_iterables: Any, **_: Any) -> Iterator[Any]:
         """The texts in files of JSON. The library's own reader makes times of texts that look like
@@ -210,7 +230,7 @@ class Dataset:
                         for text in itertools.chain(*columns.values()):
                             require(
                                 text is None or isinstance(text, str),
-                                f"{self._name} has {str(text)[:100]!r} where a text is expected.",
+                                f"{self._name} has {text!r:.100} where a text is expected.",
                             )
                         yield Key(shard, number), pyarrow.table(columns)
 
@@ -363,8 +383,7 @@ def _texts(rows: Any) -> list[str]:
     """The columns of text."""
     if rows.features is None:
         return _text_keys(list(itertools.islice(rows, ROWS)))
-    kinds = ("string", "large_string", "string_view")
-    return [name for name, kind in rows.features.items() if getattr(kind, "dtype", "") in kinds]
+    return [name for name, kind in rows.features.items() if getattr(kind, "dtype", "") in TEXTS]
 
 
 def main(seconds: int, memory: int) -> None:

@@ -1,6 +1,7 @@
 """Datasets of Hugging Face's formats: how they are named, and how they become ids."""
 
 import dataclasses
+import datetime
 import functools
 import gzip
 import http.server
@@ -434,6 +435,27 @@ def test_a_line_of_any_length_in_a_few_bytes_is_refused(tmp_path, monkeypatch, n
             file.write(b"a" * 2**20)
         file.write(end)
     refuses(tmp_path / name, monkeypatch)
+
+
+@pytest.mark.parametrize("row", ["Hello, world", "a\nb, c", ",a"])
+def test_a_row_of_a_csv_file_with_more_fields_than_the_head_is_refused(tmp_path, row):
+    (tmp_path / "a.csv").write_text(f"text\n{row}\nGood morning\n")
+    with pytest.raises(UserError, match="cannot be"):
+        list(documents(tmp_path / "a.csv").read(None))
+
+
+@pytest.mark.parametrize("values", [[5, 6], [True], [datetime.date(2024, 1, 1)], [["a"]], [b"a"]])
+def test_a_file_in_which_the_column_is_no_text_is_refused(tmp_path, values):
+    """Also one that is not the first."""
+    pyarrow.parquet.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "a.parquet")
+    pyarrow.parquet.write_table(pa.table({"text": values}), tmp_path / "b.parquet")
+    with pytest.raises(UserError, match=r"of the kind .*: texts are expected"):
+        list(documents(tmp_path).read(None))
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "a.jsonl").write_text(lines(["a", "b"]))
+    (tmp_path / "c" / "b.jsonl").write_text('{"text": "c"}\n{"text": 5}\n')
+    with pytest.raises(UserError, match="has 5 where a text is expected"):
+        list(documents(tmp_path / "c").read(None))
 
 
 def test_texts_that_look_like_something_else_are_texts(tmp_path):
