@@ -60,8 +60,6 @@ MAX_TEXT = 2**26
 # Characters that may come of a byte of the files, after the first `FREE` ones. (Text is packed to a
 # fifth or a tenth of its size.)
 MAX_GROWTH, FREE = 100, 2**28
-
-
 # Arrow's kinds of texts.
 TEXTS = ("string", "large_string", "string_view")
 
@@ -94,8 +92,9 @@ class Dataset:
         )
         # `datasets` raises a dozen unrelated kinds of errors.
         with told(f"The dataset {source} cannot be loaded"):
+            settings = _settings(source)
             if kind is None:
-                _check_card(source)
+                _check_settings(source, settings)
                 configs = datasets.get_dataset_config_names(source)
                 chosen = words.pop(0) if words and words[0] in configs else None
                 builder = datasets.load_dataset_builder(source, chosen)
@@ -104,6 +103,8 @@ class Dataset:
                 file = glob.escape(source) if os.path.exists(source) else source
                 builder = datasets.load_dataset_builder(kind, data_files=file)
             self.notes += _check_files(source, builder)
+            if os.path.isdir(source) and not settings:
+                self.notes += _left_out(source, builder)
             self._column = ""  # not known yet
             self._adapt(builder, source)
             self.is_text = builder.name == "text"
@@ -192,16 +193,15 @@ class Dataset:
                 builder.config.sep = "\t"
             # Else 007 would be the number 7, and the text NA nothing; and in a file whose first row
             # has a comma too many, what is before it would be no text but the name of a row.
-            options = {"dtype": str, "keep_default_na": False, "chunksize": ROWS}
-            options |= {"index_col": False}
+            texts = {"dtype": str, "keep_default_na": False, "index_col": False}
+            options = builder.config.pd_read_csv_kwargs | texts | {"chunksize": ROWS}
             warnings.simplefilter("error", pandas.errors.ParserWarning)
 
             def tables_of_texts(base_files: Any, files_iterables: Any) -> Iterator[Any]:
                 for shard, files in enumerate(files_iterables):
                     for file in files:
                         with xopen(file, "rb") as content:
-                            known = builder.config.pd_read_csv_kwargs
-                            pieces = pandas.read_csv(content, **{**known, **options})
+                            pieces = pandas.read_csv(content, **options)
                             for number, rows in enumerate(pieces):
                                 yield Key(shard, number), pyarrow.Table.from_pandas(rows)
 
@@ -253,9 +253,9 @@ def _parts(name: str) -> tuple[str, list[str]]:
     return source, words
 
 
-def _check_card(source: str) -> None:
-    """**Raises:** `UserError` if the card of a folder names files that are not in it."""
-    named = _settings(source)
+def _check_settings(source: str, settings: list[Any]) -> None:
+    """**Raises:** `UserError` if the `settings` of a folder name files that are not in it."""
+    named = list(settings)
     while named:
         value = named.pop()
         if isinstance(value, dict | list):
@@ -266,7 +266,7 @@ def _check_card(source: str) -> None:
 
 
 def _settings(source: str) -> list[Any]:
-    """What the card of a folder says of its files."""
+    """What the card of a folder, or the file beside it, says of its files."""
     card = Path(source, config.REPOCARD_FILENAME)
     settings = Path(source, config.REPOYAML_FILENAME)
     named: list[Any] = []
@@ -292,14 +292,13 @@ def _check_files(source: str, builder: Any) -> list[str]:
     notes = []
     if not os.path.isdir(source):
         return notes
-    files = _files(builder)
-    for file in files:
+    for file in _files(builder):
         inside = os.path.normpath(file).startswith(f"{folder}{os.sep}") and "://" not in file
         require(inside, f"The dataset {source} names {file}, which is not in its folder.")
         require(os.path.isfile(file), f"{file} is no file.")
         if os.path.islink(file):
             notes.append(f"{file} is read, which is a link to {os.path.realpath(file)}.")
-    return notes + _left_out(source, builder.name, set(files))
+    return notes
 
 
 def _files(builder: Any) -> list[str]:
@@ -307,11 +306,10 @@ def _files(builder: Any) -> list[str]:
     return list(itertools.chain.from_iterable((builder.config.data_files or {}).values()))
 
 
-def _left_out(source: str, kind: str, files: set[str]) -> list[str]:
-    """What is to be said of texts in a folder without settings that are not read: the library
+def _left_out(source: str, builder: Any) -> list[str]:
+    """What is to be said of the files that are not read, in a folder without settings: the library
     takes the files of one kind, that of the most."""
-    if _settings(source):
-        return []
+    kind, files = builder.name, set(_files(builder))
     # `glob` leaves out what is hidden, as the library does.
     paths = glob.iglob(os.path.join(os.path.realpath(source), "**", "*.*"), recursive=True)
     left = sorted(
@@ -348,7 +346,8 @@ def _json_rows(content: Any) -> Iterator[list[dict[str, Any]]]:
         for row in part:
             if not isinstance(row, dict):
                 raise ValueError(f"a row is a JSON object, got {json.dumps(row)[:100]}")
-        yield part
+        if part:
+            yield part
 
 
 def _lines(begin: bytes, content: Any) -> Iterator[list[bytes]]:

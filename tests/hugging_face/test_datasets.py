@@ -464,7 +464,7 @@ def test_texts_that_look_like_something_else_are_texts(tmp_path):
     for content in (lines(texts), json.dumps([{"text": text} for text in texts])):
         (tmp_path / "a.json").write_text(content)
         assert list(documents(tmp_path / "a.json").read(None)) == texts
-    (tmp_path / "b.jsonl").write_text(lines(texts[2000:]))
+    (tmp_path / "b.jsonl").write_text("\n" * 2**20 + lines(texts[2000:]))
     assert list(documents(tmp_path / "b.jsonl").read(None)) == texts[2000:]
 
 
