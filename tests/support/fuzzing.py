@@ -3,17 +3,19 @@
 Runs of strangers, models in Hugging Face's format and comparisons (each file damaged, forged, or
 replaced by a link, a pipe, a folder, a huge file, or another name of a file outside; folders
 replaced by links; checkpoints with a forged record and a right digest), tokenizers of any parts,
-chat templates, datasets with their cards, texts, prompts, and options with extreme values, in
-processes with all kinds of settings. Every case must end with exit code 0, or with 2 and one
-message (or with 1, where `check_block` names a block's mistakes). A traceback, a wait of more than
-20 seconds, more than 2 GB of memory, a control character, a change outside of the run, and the
-execution of anything from the run are findings.
+chat templates, datasets with their cards, datasets whose texts are known, texts, prompts, and
+options with extreme values, in processes with all kinds of settings. Every case must end with exit
+code 0, or with 2 and one message (or with 1, where `check_block` names a block's mistakes). A
+traceback, a wait of more than 20 seconds, more than 2 GB of memory, a control character, a change
+outside of the run, the execution of anything from the run, and a text that is read as another one
+are findings.
 
 The scripts run in a process of their own, which lives for many cases.
 """
 
 import contextlib
 import copy
+import csv
 import gzip
 import io
 import json
@@ -36,6 +38,8 @@ from typing import Any, get_type_hints
 from unittest import mock
 
 import jax.numpy as jnp
+import pyarrow
+from pyarrow import parquet
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # also for the process that runs the scripts
@@ -52,7 +56,7 @@ TINY = (
 TRAIN = TINY.split()
 COMPARE = [*TRAIN, "--seeds", "2", "--vary", "model.norm=layer", "--name", "kept"]
 CHECK_BLOCK, EXPORT = "gptlite.research.check_block", "gptlite.export"
-CHAT = "support.chat_once"
+CHAT, DATASET = "support.chat_once", "support.dataset_once"
 ESTIMATE = "gptlite.estimate"
 BLOCK = """
 import equinox as eqx
@@ -135,7 +139,7 @@ def fuzz(
 def draw_case(chance: random.Random, folder: Path, comparisons: bool) -> tuple[str, str, list[str]]:
     """What is attacked, the script, and its arguments."""
     kinds = {of_run: 12, of_options: 6, of_prompt: 2, of_corpus: 2, of_training: 3, of_block: 1}
-    kinds |= {of_import: 5, of_tokenizer: 5, of_template: 3, of_dataset: 4}
+    kinds |= {of_import: 5, of_tokenizer: 5, of_template: 3, of_dataset: 4, of_texts: 4}
     kinds |= {of_comparison: 3} if comparisons else {}
     return chance.choices(list(kinds), list(kinds.values()))[0](chance, folder)
 
@@ -395,6 +399,79 @@ def of_dataset(chance: random.Random, folder: Path) -> tuple[str, str, list[str]
     tokenizer = chance.choice(["char", "byte", "bpe:260"])
     argv = [*TRAIN, f"--data.corpus=hf:{where}{more}", "--data.tokenizer", tokenizer]
     return "train dataset", "train", [*argv, "--run", "new", "--training.steps", "2"]
+
+
+# Texts that a reader may take for something else, or change.
+LOOKALIKES = [
+    *("007", "1e5", "-0.0", "NaN", "NA", "null", "None", "true", "2024-01-01", "12:30", "0x10"),
+    *("2024-01-01T00:00:00Z", "[]", "{}", '{"a": 1}', "a,b", "a\tb", 'say "a"', '"', "'", "\\n"),
+    *(" a ", " ", "\t", "\n", "a\nb", "a\r\nb", "a\rb", "\ufeffa", "a\ufeff", "#a", "é", "e\u0301"),
+    *("\u2028", "a\x85b", "a\x1cb", "a\x00b", "\x0c", "🙂", "\ufffd", "a" * 3000, "text", ",", ""),
+]
+
+
+def of_texts(chance: random.Random, folder: Path) -> tuple[str, str, list[str]]:
+    """Texts in one of the formats of datasets: they are read as they were written. Where one is
+    something else, or the encoding is another, the dataset is refused."""
+    suffix = chance.choice(["jsonl", "json", "csv", "tsv", "parquet"])
+    column, expected = chance.choice(["text", "text", "story", "a:b"]), []
+    data = folder / "data"
+    data.mkdir()
+    for i in range(chance.choice([1, 1, 2, 3])):
+        texts: list[Any] = chance.choices(LOOKALIKES, k=chance.choice([1, 3, 40, 2500]))
+        if suffix in ("jsonl", "json", "parquet"):
+            texts = [None if chance.random() < 0.05 else text for text in texts]
+        expected += [text for text in texts if text]
+        content = written(chance, suffix, column, texts)
+        packed = chance.choice([".gz", "", ""]) if suffix != "parquet" else ""
+        path = data / f"train-{i}.{suffix}{packed}"
+        path.write_bytes(gzip.compress(content) if packed else content)
+    if suffix != "csv" and suffix != "tsv" and chance.random() < 0.15:
+        # Something else in the last file.
+        other = chance.choice([5, 0.5, True, ["a"], {"a": "b"}])
+        path = data / f"train-{i + 1}.{suffix}"
+        n = chance.choice([1, 1200])
+        texts = [other] * n if suffix == "parquet" else ["a"] * n + [other]
+        path.write_bytes(written(chance, suffix, column, texts))
+        expected = None
+    (folder / "expected.json").write_text(json.dumps(expected))
+    where = "data" if len(list(data.iterdir())) > 1 else str(chance.choice(["data", path]))
+    return f"texts in {suffix}", DATASET, [f"hf:{where}:train:{column}", "expected.json"]
+
+
+def written(chance: random.Random, suffix: str, column: str, texts: list[Any]) -> bytes:
+    """A file with texts in a column, and perhaps other columns."""
+    rows = [{column: text} for text in texts]
+    before, after = chance.random() < 0.3, chance.random() < 0.3
+    rows = [{"id": i} | row if before else row for i, row in enumerate(rows)]
+    rows = [row | {"label": chance.choice("ab")} if after else row for row in rows]
+    if suffix == "parquet":
+        table = pyarrow.Table.from_pylist(rows)
+        if chance.random() < 0.2 and pyarrow.types.is_string(table.schema.field(column).type):
+            large = table[column].cast(pyarrow.large_string())
+            table = table.set_column(table.schema.get_field_index(column), column, large)
+        sink = io.BytesIO()
+        parquet.write_table(table, sink, row_group_size=chance.choice([1, 7, 10_000]))
+        return sink.getvalue()
+    if suffix in ("json", "jsonl"):
+        ascii_only, end = chance.random() < 0.5, chance.choice(["\n", "\r\n"])
+        if suffix == "json":
+            return json.dumps(rows, ensure_ascii=ascii_only).encode()
+        return "".join(json.dumps(row, ensure_ascii=ascii_only) + end for row in rows).encode()
+    sink = io.StringIO()
+    # Without quotes, these would be other lines: an empty one, or two (Python quotes a return only
+    # since 3.13).
+    is_unclear = any("\r" in text or not text.strip() for text in texts)
+    writer = csv.DictWriter(
+        sink,
+        list(rows[0]),
+        delimiter="\t" if suffix == "tsv" else ",",
+        lineterminator=chance.choice(["\n", "\r\n"]),
+        quoting=csv.QUOTE_ALL if is_unclear else chance.choice([csv.QUOTE_ALL, csv.QUOTE_MINIMAL]),
+    )
+    writer.writeheader()
+    writer.writerows(rows)
+    return sink.getvalue().encode()
 
 
 # Settings of a user's machine. Each process has one of these.
@@ -774,7 +851,7 @@ def serve() -> None:
             stack.enter_context(mock.patch.object(sys, "argv", [f"{script}.py", *argv]))
             stack.enter_context(mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO())))
             try:
-                if script in (CHECK_BLOCK, EXPORT, ESTIMATE, CHAT):
+                if script in (CHECK_BLOCK, EXPORT, ESTIMATE, CHAT, DATASET):
                     runpy.run_module(script, run_name="__main__")
                 else:
                     runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")
