@@ -100,7 +100,8 @@ class Dataset:
                 builder = datasets.load_dataset_builder(source, chosen)
             else:
                 # Its names are patterns, in which brackets are no letters.
-                file = glob.escape(source) if os.path.exists(source) else source
+                here = os.path.exists(source)
+                file = glob.escape(os.path.abspath(source)) if here else source
                 builder = datasets.load_dataset_builder(kind, data_files=file)
             self.notes += _check_files(source, builder)
             if os.path.isdir(source) and not settings:
@@ -387,19 +388,20 @@ def _texts(rows: Any) -> list[str]:
 
 def main(seconds: int, memory: int) -> None:
     """Answer questions, each in so many seconds of the processor, with `memory` bytes."""
-    opened: list[Dataset] = []
+    dataset: Dataset | None = None
     readings: dict[int, Iterator[dict[str, Any]]] = {}
     begun: set[int] = set()
 
     def answer(question: dict[str, Any]) -> dict[str, Any]:
+        nonlocal dataset
         match question:
             case {"open": name}:
-                opened.append(Dataset(name))
-                dataset = opened[0]
+                dataset = Dataset(name)
                 parts = {"version": dataset.version, "is_text": dataset.is_text}
                 return {**parts, "notes": dataset.notes}
             case {"read": number, "place": place}:
-                readings[number] = opened[0].parts(place)
+                assert dataset is not None, "it is opened first"
+                readings[number] = dataset.parts(place)
                 begun.update([number] if place["state"] else [])
             case {"next": number}:
                 if number in begun:  # what was read before may be read again

@@ -338,6 +338,7 @@ def test_a_text_is_the_same_as_a_file_and_as_a_dataset(tmp_path, content):
         ("log-12:30.jsonl", lines(["first", "second"])),
         ("a [1].jsonl", lines(["first", "second"])),
         ("a*b?.ndjson", lines(["first", "second"])),
+        ("file:a.jsonl", lines(["first", "second"])),
         ("a.csv", "n,text\n1,first\n2,second\n"),
         ("a.tsv", "n\ttext\n1\tfirst\n2\tsecond\n"),
         ("a.json", json.dumps([{"text": None}, {"text": "first"}, {"text": "second"}])),
@@ -349,6 +350,8 @@ def test_files_with_other_names_and_forms_are_datasets(tmp_path, name, content, 
     assert list(documents(f"{tmp_path / name}:train:text").read(None)) == ["first", "second"]
     monkeypatch.setenv("HOME", str(tmp_path))
     assert list(documents(f"~/{name}").read(None)) == ["first", "second"]
+    monkeypatch.chdir(tmp_path)
+    assert list(documents(name).read(None)) == ["first", "second"]
 
 
 def refuses(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
