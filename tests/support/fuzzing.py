@@ -412,12 +412,13 @@ LOOKALIKES = [
 
 def of_texts(chance: random.Random, folder: Path) -> tuple[str, str, list[str]]:
     """Texts in one of the formats of datasets: they are read as they were written. Where one is
-    something else, or the encoding is another, the dataset is refused."""
+    something else, the dataset is refused."""
     suffix = chance.choice(["jsonl", "json", "csv", "tsv", "parquet"])
     column, expected = chance.choice(["text", "text", "story", "a:b"]), []
     data = folder / "data"
     data.mkdir()
-    for i in range(chance.choice([1, 1, 2, 3])):
+    n_files = chance.choice([1, 1, 2, 3])
+    for i in range(n_files):
         texts: list[Any] = chance.choices(LOOKALIKES, k=chance.choice([1, 3, 40, 2500]))
         if suffix in ("jsonl", "json", "parquet"):
             texts = [None if chance.random() < 0.05 else text for text in texts]
@@ -429,13 +430,14 @@ def of_texts(chance: random.Random, folder: Path) -> tuple[str, str, list[str]]:
     if suffix != "csv" and suffix != "tsv" and chance.random() < 0.15:
         # Something else in the last file.
         other = chance.choice([5, 0.5, True, ["a"], {"a": "b"}])
-        path = data / f"train-{i + 1}.{suffix}"
+        path = data / f"train-{n_files}.{suffix}"
         n = chance.choice([1, 1200])
         texts = [other] * n if suffix == "parquet" else ["a"] * n + [other]
         path.write_bytes(written(chance, suffix, column, texts))
         expected = None
     (folder / "expected.json").write_text(json.dumps(expected))
-    where = "data" if len(list(data.iterdir())) > 1 else str(chance.choice(["data", path]))
+    files = [str(path) for path in data.iterdir()]
+    where = "data" if len(files) > 1 else chance.choice(["data", *files])
     return f"texts in {suffix}", DATASET, [f"hf:{where}:train:{column}", "expected.json"]
 
 
