@@ -183,10 +183,12 @@ class Dataset:
             def tables_of_groups(files: Any, row_groups_list: Any) -> Iterator[Any]:
                 for shard, (file, groups) in enumerate(zip(files, row_groups_list, strict=True)):
                     with xopen(file, "rb") as content:
-                        for number, batch in enumerate(_parquet_batches(content, groups)):
-                            table = pyarrow.Table.from_batches([batch])
-                            self._check_kind(table.schema, file)
-                            yield Key(shard, number), builder._cast_table(table)
+                        reader = parquet.ParquetFile(content)
+                        self._check_kind(reader.schema_arrow, file)
+                        # Files may differ in their other columns, and in how they keep texts.
+                        for number, rows in enumerate(_parquet_rows(reader, groups, self._column)):
+                            texts = rows.column(self._column).cast(pyarrow.string())
+                            yield Key(shard, number), pyarrow.table({self._column: texts})
 
             builder._generate_tables = tables_of_groups
         elif builder.name == "csv":
@@ -209,15 +211,16 @@ class Dataset:
             builder._generate_tables = tables_of_texts
 
     def _check_kind(self, schema: Any, file: str) -> None:
-        """**Raises:** `UserError` if the column of text is of another kind in this file: the
-        library would make texts of it."""
-        if self._column in schema.names:
-            kind = schema.field(self._column).type
-            kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-            require(
-                str(kind) in TEXTS,
-                f"The column {self._column} in {file} is of the kind {kind}: texts are expected.",
-            )
+        """**Raises:** `UserError` if the column of text is not in this file, or of another kind
+        there: the library would make texts of it."""
+        column = self._column
+        require(column in schema.names, f"{file} has no column {column}.")
+        kind = schema.field(column).type
+        kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+        require(
+            str(kind) in (*TEXTS, "null"),
+            f"The column {column} in {file} is of the kind {kind}: texts are expected.",
+        )
 
     def _json_tables(self, base_files: Any, files_iterables: Any, **_: Any) -> Iterator[Any]:
         """The texts in files of JSON. The library's own reader makes times of texts that look like
@@ -366,17 +369,16 @@ def _text_keys(rows: list[dict[str, Any]]) -> list[str]:
     return [key for key in keys if all(isinstance(row.get(key, ""), str | None) for row in rows)]
 
 
-def _parquet_batches(content: Any, groups: Any) -> Iterator[Any]:
-    """The rows of some of a Parquet file's groups, or of all. The library's own reader expands a
+def _parquet_rows(reader: Any, groups: Any, column: str) -> Iterator[Any]:
+    """A column of some of a Parquet file's groups, or of all. The library's own reader expands a
     whole group, in which one value may stand for any number of rows."""
-    reader = parquet.ParquetFile(content)
     for i in range(reader.num_row_groups) if groups is None else groups:
         group = reader.metadata.row_group(i)
-        columns = [group.column(j) for j in range(group.num_columns)]
-        size = sum(column.total_uncompressed_size for column in columns)
+        parts = [group.column(j) for j in range(group.num_columns)]
+        size = sum(x.total_uncompressed_size for x in parts if x.path_in_schema == column)
         # A row is not larger than its group.
         n_rows = max(1, min(PARQUET_ROWS, PARQUET_BYTES // max(size, 1)))
-        yield from reader.iter_batches(n_rows, row_groups=[i])
+        yield from reader.iter_batches(n_rows, row_groups=[i], columns=[column])
 
 
 def _texts(rows: Any) -> list[str]:

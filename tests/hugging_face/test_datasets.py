@@ -599,6 +599,19 @@ def test_every_kind_of_text_that_parquet_has_is_text(tmp_path):
         assert list(documents(tmp_path / "a.parquet").read(None)) == ["one", "two"]
 
 
+def test_parquet_files_may_differ_in_all_but_the_texts(tmp_path):
+    kinds = [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string()), pa.null()]
+    for i, kind in enumerate(kinds):
+        texts = pa.nulls(1) if pa.types.is_null(kind) else pa.array([f"text {i}"]).cast(kind)
+        other = {"n": pa.array([i]) if i % 2 else pa.array(["a"])}
+        table = pa.table(other | {"text": texts} if i > 1 else {"text": texts} | other)
+        pyarrow.parquet.write_table(table, tmp_path / f"{i}.parquet")
+    assert list(documents(tmp_path).read(None)) == ["text 0", "text 1", "text 2"]
+    pyarrow.parquet.write_table(pa.table({"story": ["a"]}), tmp_path / "9.parquet")
+    with pytest.raises(UserError, match=r"9\.parquet has no column text"):
+        list(documents(tmp_path).read(None))
+
+
 def test_a_file_of_another_kind_is_refused(tmp_path):
     (tmp_path / "a.arrow").write_bytes(b"")
     with pytest.raises(UserError, match=r"a\.arrow is none of the files .* \.parquet, \.csv"):
