@@ -16,7 +16,7 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -206,20 +206,26 @@ class Dataset:
                         with xopen(file, "rb") as content:
                             pieces = pandas.read_csv(content, **options)
                             for number, rows in enumerate(pieces):
+                                if self._column:  # files may differ in the others
+                                    self._check_name(rows.columns, file)
+                                    rows = rows[[self._column]]
                                 yield Key(shard, number), pyarrow.Table.from_pandas(rows)
 
             builder._generate_tables = tables_of_texts
 
+    def _check_name(self, names: Iterable[str], file: str) -> None:
+        """**Raises:** `UserError` if the column of text is not in this file."""
+        require(self._column in names, f"{file} has no column {self._column}.")
+
     def _check_kind(self, schema: Any, file: str) -> None:
         """**Raises:** `UserError` if the column of text is not in this file, or of another kind
         there: the library would make texts of it."""
-        column = self._column
-        require(column in schema.names, f"{file} has no column {column}.")
-        kind = schema.field(column).type
+        self._check_name(schema.names, file)
+        kind = schema.field(self._column).type
         kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
         require(
             str(kind) in (*TEXTS, "null"),
-            f"The column {column} in {file} is of the kind {kind}: texts are expected.",
+            f"The column {self._column} in {file} is of the kind {kind}: texts are expected.",
         )
 
     def _json_tables(self, base_files: Any, files_iterables: Any, **_: Any) -> Iterator[Any]:

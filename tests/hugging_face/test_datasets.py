@@ -612,6 +612,19 @@ def test_parquet_files_may_differ_in_all_but_the_texts(tmp_path):
         list(documents(tmp_path).read(None))
 
 
+def test_csv_files_may_differ_in_all_but_the_texts(tmp_path):
+    for name, content in {
+        "a": "n,text\n1,one\n",
+        "b": "text,m,k\ntwo,2,3\n",
+        "c": "text\n",
+    }.items():
+        (tmp_path / f"{name}.csv").write_text(content)
+    assert list(documents(tmp_path).read(None)) == ["one", "two"]
+    (tmp_path / "d.csv").write_text("story\na\n")
+    with pytest.raises(UserError, match=r"d\.csv has no column text"):
+        list(documents(tmp_path).read(None))
+
+
 def test_a_file_of_another_kind_is_refused(tmp_path):
     (tmp_path / "a.arrow").write_bytes(b"")
     with pytest.raises(UserError, match=r"a\.arrow is none of the files .* \.parquet, \.csv"):
