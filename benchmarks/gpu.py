@@ -3,8 +3,8 @@
 
 Same shape, batch, context and optimizer (AdamW), in bfloat16, without dropout. Each contender has a
 process of its own, and they run in alternation, so that the memory of all counts: shape GPT2 needs
-more than the 80 GB of an H100. MFU is the share of the device's dense bfloat16
-peak, as PaLM's authors count products. What follows `--` goes to train.py.
+more than the 80 GB of an H100. MFU is the share of the device's dense bfloat16 peak, as PaLM's
+authors count products. What follows `--` goes to train.py.
 """
 
 import argparse
