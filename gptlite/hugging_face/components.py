@@ -4,6 +4,7 @@ or end the process: so each part, and each pattern, is one that is known, and a 
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,17 +14,19 @@ from gptlite.text.tokenizer import PATTERNS
 # Steps of each part: those of real tokenizers are fewer than ten, and each reads the whole text.
 MAX_STEPS = 64
 # How many characters may come of one, by all normalizers or decoders together.
-MAX_GROWTH = 32
+MAX_GROWTH = 64
 # The most that each of them makes of a character (Unicode Standard Annex 15, section 17).
 GROWTH = {
     **{"NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "Lowercase": 3, "BertNormalizer": 3},
-    **{"ByteLevel": 4, "Strip": 1, "StripAccents": 1, "Nmt": 1, "Prepend": 1},
+    **{"ByteLevel": 4, "Strip": 1, "StripAccents": 1, "Nmt": 1},
 }
 MODELS = ("BPE", "Unigram", "WordLevel")
 PRE_TOKENIZERS = (
     *("ByteLevel", "Metaspace", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit"),
     *("BertPreTokenizer", "CharDelimiterSplit", "UnicodeScripts"),
 )
+# Each of these makes a text longer, some at every place where it was split. None has two of a kind.
+GROWING = ("ByteLevel", "Metaspace")
 DECODERS = ("ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace")
 POST_PROCESSORS = ("TemplateProcessing", "ByteLevel", "BertProcessing", "RobertaProcessing")
 # Characters of a text that is put before another one.
@@ -33,7 +36,8 @@ MAX_START = 16
 # Characters of a token of a Unigram model, which looks for the longest one at each character, and
 # of all of them (Gemma's are 2 million).
 MAX_PIECE, MAX_PIECES = 128, 2**22
-# Tokens (Gemma has 0.3 million), and characters of those that were added to the model's.
+# Tokens (Gemma has 0.3 million), and characters of those that were added to the model's, also after
+# the normalizer: the library needs more than a hundred bytes for each.
 MAX_TOKENS, MAX_ADDED = 2**20, 2**20
 
 # PATTERNS without possessive quantifiers, which the other library reads differently. They only make
@@ -77,10 +81,8 @@ def check_components(record: Any) -> None:
     """**Raises:** `UserError` if a part of the `tokenizer.json` in `record` is not known."""
     require(isinstance(record, dict), "A tokenizer.json is a JSON object.")
     _check_model(record.get("model"))
-    added = [len(token["content"]) for token in record.get("added_tokens") or ()]
-    _check_size("added tokens' length in characters", sum(added), MAX_ADDED)
     for name, steps, kinds in (
-        ("normalizer", _steps(record, "normalizer", "normalizers"), (*GROWTH, "Replace")),
+        ("normalizer", normalizers(record), (*GROWTH, "Prepend", "Replace")),
         ("decoder", decoders(record), DECODERS),
     ):
         growth = 1
@@ -92,6 +94,15 @@ def check_components(record: Any) -> None:
             f"The tokenizer's {name}s may make {growth:,} characters of one, at most {MAX_GROWTH} "
             "are allowed.",
         )
+    growth = normalizer_growth(record)
+    added = [
+        len(token["content"]) * (growth if token.get("normalized") else 1)
+        for token in record.get("added_tokens") or ()
+    ]
+    _check_size("added tokens' length in characters", sum(added), MAX_ADDED)
+    kinds = Counter(str(step.get("type")) for step in pre_tokenizers(record))
+    for kind in GROWING:
+        _check_size(f"number of pre_tokenizers of the kind {kind}", kinds[kind], 1)
     for step in pre_tokenizers(record):
         pattern = step.get("pattern")
         is_split = step.get("type") == "Split"
@@ -128,9 +139,14 @@ def _check_model(model: Any) -> None:
     _check_size("tokens' length in characters", sum(lengths), MAX_PIECES)
 
 
+def normalizers(record: Mapping[str, Any]) -> list[Any]:
+    """The steps that change a text's characters, in their order."""
+    return _steps(record, "normalizer", "normalizers")
+
+
 def normalizer_growth(record: Mapping[str, Any]) -> int:
     """The most characters that the normalizer makes of one."""
-    return math.prod(_growth("normalizer", x) for x in _steps(record, "normalizer", "normalizers"))
+    return math.prod(_growth("normalizer", step) for step in normalizers(record))
 
 
 def pre_tokenizers(record: Mapping[str, Any]) -> list[Any]:
@@ -177,8 +193,10 @@ def _steps(record: Mapping[str, Any], name: str, inside: str) -> list[dict[str, 
 
 def _growth(name: str, step: dict[str, Any]) -> int:
     """The most characters that a normalizer or a decoder makes of one."""
-    _check_prefix(step.get("prepend", ""))
     _check_prefix(step.get("replacement", ""))
+    if step.get("type") == "Prepend":
+        _check_prefix(step.get("prepend", ""))
+        return 1 + len(step.get("prepend", ""))  # of a text of one character
     if step.get("type") != "Replace":
         return GROWTH.get(str(step.get("type")), 1) if name == "normalizer" else 1
     pattern, content = step.get("pattern"), step.get("content")

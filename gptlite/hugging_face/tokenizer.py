@@ -17,6 +17,7 @@ from gptlite.hugging_face.components import (
     check_components,
     decoders,
     normalizer_growth,
+    normalizers,
     pre_tokenizers,
 )
 from gptlite.machine.characters import utf8
@@ -42,8 +43,8 @@ CLASS_ENDS = {
     **dict.fromkeys(("Llama", "CodeLlama", "Bloom"), "</s>"),
     "Gemma": "<eos>",
 }
-# Bytes of a token. Those of models have some hundreds.
-MAX_TOKEN = 2**16
+# Bytes of a token (those of models have some hundreds), and of all together (Gemma's: 2 million).
+MAX_TOKEN, MAX_TOKENS = 2**16, 2**26
 # Characters that are encoded at once, also after the normalizer. The library needs 160 bytes for
 # each, and 300 where it splits the text at each.
 MAX_WHOLE = 2**24
@@ -79,8 +80,7 @@ class HFTokenizer(Decoding):
         require(
             last < 2 * len(ids) + 64, f"The tokenizer has {len(ids):,} tokens, and the id {last:,}."
         )
-        to_bytes = _bytes_of(decoders(record))
-        self._bytes = {i: _bounded(to_bytes(token)) for token, i in ids.items()}
+        self._bytes = _bytes_of_tokens(ids, decoders(record))
         self._vocab_size = last + 1 if vocab_size is None else vocab_size
         # A model may have no row for a token that was added later, such as one for padding.
         n_trained = len(self.library.get_vocab(with_added_tokens=False))
@@ -94,7 +94,12 @@ class HFTokenizer(Decoding):
             raise ValueError(f"its end_ids must be ids, got {str(end_ids)[:100]}")
         self._end_ids = tuple(dict.fromkeys(end_ids))
         self._cuts_between_words = _splits_at_words(record)
-        self._growth = normalizer_growth(record)
+        self._growth, self._split_at = normalizer_growth(record), 0
+        if any(step["type"] == "Prepend" for step in normalizers(record)):
+            # What is put before a text is also put behind each of these tokens.
+            tokens = [x for x in record.get("added_tokens") or () if not x.get("normalized")]
+            lengths = [len(x["content"]) for x in tokens if x["content"] and not x.get("special")]
+            self._split_at = min(lengths, default=0)
         prefixes = {step.get("add_prefix_space") for step in _byte_level_steps(record)}
         self.is_without_prefix_space = prefixes == {False}
         self._find_prefix()
@@ -166,7 +171,10 @@ class HFTokenizer(Decoding):
         if self._growth * len(text) <= most or self.library.normalizer is None:
             return
         pieces = (text[i : i + SHORT] for i in range(0, len(text), SHORT))
-        grown = sum(len(self.library.normalizer.normalize_str(piece)) for piece in pieces)
+        normalized = self.library.normalizer.normalize_str
+        grown = sum(len(normalized(piece)) for piece in pieces)
+        if self._split_at:
+            grown += len(text) // self._split_at * len(normalized("a"))
         require(
             grown <= most,
             f"The tokenizer makes {grown:,} characters of the {len(text):,} of this text, which "
@@ -295,13 +303,26 @@ def _eos(settings: Mapping[str, Any], named: Mapping[str, Any]) -> str:
     return name if isinstance(name, str) else ""
 
 
-def _bounded(token: bytes) -> bytes:
-    require(
-        len(token) <= MAX_TOKEN,
-        f"The tokenizer has a token of {len(token):,} bytes, {token[:20]!r}...: at most "
-        f"{MAX_TOKEN:,} are allowed.",
-    )
-    return token
+def _bytes_of_tokens(
+    ids: Mapping[str, int], steps: Sequence[Mapping[str, Any]]
+) -> dict[int, bytes]:
+    """The bytes of each id.
+
+    **Raises:** `UserError` if one has too many, or all together, or a step is not known.
+    """
+    to_bytes, found, total = _bytes_of(steps), {}, 0
+    for token, i in ids.items():
+        size = len(token)  # and then, if that may be made longer, of its bytes
+        if size <= MAX_TOKEN:
+            found[i] = to_bytes(token)
+            size = max(size, len(found[i]))
+        total += size
+        require(
+            size <= MAX_TOKEN and total <= MAX_TOKENS,
+            f"The tokenizer has a token of {size:,} bytes, {token[:20]!r}, and {total:,} bytes in "
+            f"all tokens so far: at most {MAX_TOKEN:,} and {MAX_TOKENS:,} are allowed.",
+        )
+    return found
 
 
 def _bytes_of(steps: Sequence[Mapping[str, Any]]) -> Callable[[str], bytes]:

@@ -238,6 +238,10 @@ class Batch:
         """Texts that wait, with what their rows had."""
         return len(self._aside)
 
+    def bytes_of(self, text: ServedText) -> int:
+        """Bytes of what would be kept of a text that is being generated, and would wait."""
+        return self.memory(1, self._lengths[text] + TOKENS_PER_CALL) // CACHE_COPIES
+
     def is_aside(self, text: ServedText) -> bool:
         """Whether the text was being generated, and waits."""
         return text in self._aside

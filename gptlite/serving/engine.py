@@ -194,31 +194,37 @@ class Engine:
                     self._leave(text)
 
     def _share(self) -> None:
-        """Where all rows are taken, put a text aside for a request that has fewer of them."""
+        """Where rows or memory are taken, put texts aside for a request that has fewer rows."""
         with self._changed:
-            if not self._waiting or len(self._begun) < self.max_rows:
+            if not self._waiting:
                 return
             rows = Counter(text.request for text in self._begun)
             poorest = min(self._waiting, key=lambda texts: rows[texts[0].request])
-            least, now = rows[poorest[0].request], time.monotonic()
-        late = [
-            text
-            for text in self._batch.texts
-            if rows[text.request] > least and now - self._begun[text] >= TURN_SECONDS
-        ]
-        text = max(late, key=lambda x: (rows[x.request], -self._begun[x]), default=None)
-        final = max(map(_final, self._begun))
-        needed = self._batch.bytes_aside + self._batch.memory(1, final)
-        if text is None or needed + self._batch.memory(len(self._begun), final) > self._memory:
-            return
-        self._batch.put_aside(text)
-        del self._begun[text]
+            next_one = poorest[0]
+        now, kept = time.monotonic(), list(self._begun)
+        late = [x for x in self._batch.texts if now - self._begun[x] >= TURN_SECONDS]
+        aside: list[ServedText] = []
+        while not self._fit([*kept, next_one], sum(map(self._batch.bytes_of, aside))):
+            richer = [x for x in late if x in kept and rows[x.request] > rows[next_one.request]]
+            if not richer:
+                return
+            aside.append(max(richer, key=lambda x: (rows[x.request], -self._begun[x])))
+            kept.remove(aside[-1])
+            rows[aside[-1].request] -= 1
+        for text in aside:
+            self._batch.put_aside(text)
+            del self._begun[text]
         with self._changed:
-            if poorest in self._waiting:  # its client may have gone
+            if aside and poorest in self._waiting:  # its client may have gone
                 self._waiting.remove(poorest)
                 self._waiting.appendleft(poorest)
-            if not text.cancelled:
-                self._waiting.append(deque([text]))
+            self._waiting.extend(deque([text]) for text in aside if not text.cancelled)
+
+    def _fit(self, texts: Sequence[ServedText], more: int = 0) -> bool:
+        """Whether these may be generated together, beside those that wait with what their rows had
+        and `more` bytes. One alone always may."""
+        needed = self._batch.memory(len(texts), max(map(_final, texts))) + self._batch.bytes_aside
+        return len(texts) <= self.max_rows and (len(texts) == 1 or needed + more <= self._memory)
 
     def _leave(self, text: ServedText) -> None:
         self._batch.leave(text)
@@ -267,7 +273,6 @@ class Engine:
         back: list[ServedText] = []
         prompts: set[tuple[int, ...]] = set()
         longest = place = 0
-        final = max(map(_final, self._begun), default=0)
         with self._changed:
             while place < len(self._waiting):
                 text = self._waiting[place][0]
@@ -277,16 +282,11 @@ class Engine:
                 if is_long and waits:
                     place += 1
                     continue
-                n_active = len(self._begun) + 1
-                final = max(final, _final(text))
-                needed = self._batch.memory(n_active, final) + self._batch.bytes_aside
-                if n_active > self.max_rows or (n_active > 1 and needed > self._memory):
+                if not self._fit([*self._begun, text]):
                     break
                 # Of the texts that share the reading of a long prompt, all but the first leave room
                 # for others.
-                more = self._batch.memory(n_active + 1, final) + self._batch.bytes_aside
-                is_full = n_active >= self.max_rows or more > self._memory
-                if is_long and long and is_full:
+                if is_long and long and not self._fit([*self._begun, text, text]):
                     place += 1
                     continue
                 if is_aside:

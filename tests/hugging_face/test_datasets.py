@@ -19,7 +19,7 @@ import pytest
 from conftest import TEXT
 
 from gptlite.errors import UserError
-from gptlite.hugging_face import datasets
+from gptlite.hugging_face import dataset_worker, datasets
 from gptlite.hugging_face.bpe import train_bpe
 from gptlite.runs.corpora import load_corpus
 from gptlite.runs.tokenizers import make_tokenizer
@@ -597,6 +597,23 @@ def test_every_kind_of_text_that_parquet_has_is_text(tmp_path):
         table = pa.table({"text": pa.array(["one", "two"], kind)})
         pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
         assert list(documents(tmp_path / "a.parquet").read(None)) == ["one", "two"]
+
+
+@pytest.mark.parametrize(("text", "n"), [(None, 2000), ("", 2000), ("a", 2000), ("a" * 999, 200)])
+def test_rows_and_characters_are_compared_with_the_size_of_the_files(
+    tmp_path, monkeypatch, text, n
+):
+    """Files of a few bytes may have any number of either: it is told before all are read."""
+    monkeypatch.setattr(dataset_worker, "FREE", 2**16)
+    rows = pa.table({"text": pa.array([text] * n, pa.string())})
+    pyarrow.parquet.write_table(rows, tmp_path / "a.parquet", write_statistics=False)
+    parts = dataset_worker.Dataset(str(tmp_path / "a.parquet")).parts({"state": None, "skip": 0})
+    assert (tmp_path / "a.parquet").stat().st_size < 1500
+    with pytest.raises(UserError, match="more than 100 characters for each byte of its files"):
+        list(parts)
+    (tmp_path / "a.jsonl").write_text(lines([text or "", *"ab" * n]))
+    parts = dataset_worker.Dataset(str(tmp_path / "a.jsonl")).parts({"state": None, "skip": 0})
+    assert sum(len(part["texts"]) for part in parts) == 2 * n + bool(text)
 
 
 def test_parquet_files_may_differ_in_all_but_the_texts(tmp_path):

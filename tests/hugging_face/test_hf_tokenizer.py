@@ -488,6 +488,20 @@ MANY_IDS = {"id": "x", "ids": [0] * 33, "tokens": ["a"] * 33}
         ({"model": BPE | {"continuing_subword_prefix": "##"}}, "continuing_subword_prefix"),
         ({"model": BPE | {"end_of_word_suffix": "a" * 101}}, "at most 100 characters"),
         (many("decoder", replaced("a", "a" * 100), 5), "10,000,000,000 characters of one"),
+        (many("pre_tokenizer", {"type": "ByteLevel"}, 2), "of the kind ByteLevel is 2: at most 1"),
+        (many("pre_tokenizer", {"type": "Metaspace"}, 2), "of the kind Metaspace is 2: at most 1"),
+        (
+            {
+                "normalizer": {"type": "NFKC"},
+                "added_tokens": [{"id": 1, "content": "a" * 2**16, "normalized": True}],
+            },
+            "added tokens' length in characters is 1,179,648",
+        ),
+        (
+            {"decoder": replaced("a", "é" * 32)}
+            | {"model": BPE | {"vocab": {"a" * 1000 + str(i): i for i in range(1100)}}},
+            "bytes in all tokens so far: at most",
+        ),
         (many("normalizer", {"type": "NFC"}, 10_000), "normalizer has 10,000 steps"),
         (many("pre_tokenizer", {"type": "Whitespace"}, 65), "pre_tokenizer has 65 steps"),
         (
@@ -532,6 +546,18 @@ def test_a_text_that_grows_is_encoded_up_to_a_length_after_its_growth(normalizer
         UserError, match=rf"makes {times * 2**20 + 100_010:,} characters of the 1,1"
     ):
         made.encode("a" * 10 + letter * 2**20 + "a" * 10**5)
+
+
+def test_what_is_put_before_each_part_of_a_text_counts():
+    """The library puts it behind each token that was added, too."""
+    library = tokenizers.Tokenizer.from_str(to_hf_tokenizer(OWN))
+    library.add_tokens([tokenizers.AddedToken("b", normalized=False)])
+    library.normalizer = tokenizers.normalizers.Prepend("a" * 10)
+    made = HFTokenizer(library.to_str())
+    with pytest.raises(UserError, match="does not come back from its ids"):
+        made.encode("ab" * 1000)
+    with pytest.raises(UserError, match=r"makes 2,400,040 characters of the 200,000"):
+        made.encode("ab" * 10**5)
 
 
 def test_korean_may_be_normalized():

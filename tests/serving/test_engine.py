@@ -492,12 +492,15 @@ def test_a_layer_that_keeps_nothing_for_each_text_is_refused():
 
 
 @pytest.mark.parametrize("n_prompt", [3, C])
-def test_rows_are_shared_in_time(start, monkeypatch, n_prompt):
+@pytest.mark.parametrize("max_rows", [2, 8])
+def test_rows_and_memory_are_shared_in_time(start, monkeypatch, n_prompt, max_rows):
     """A text of another client does not wait for the end of long ones, which are put aside, go on
     later, and are what they would have been alone."""
     monkeypatch.setattr("gptlite.serving.engine.TURN_SECONDS", 0.02)
     model = tiny_model()
-    engine = start(model, max_rows=2)
+    engine = start(model, max_rows=max_rows)
+    if max_rows > 2:  # memory has room for two
+        monkeypatch.setattr(engine, "_memory", engine._batch.memory(2, C))
     prompt = [i % VOCAB for i in range(n_prompt)]
     long = [Client(prompt, 4000, SamplingConfig(0.9), seed=seed) for seed in range(3)]
     engine.submit([client.text for client in long])
