@@ -59,7 +59,7 @@ IDLE = 30
 MAX_TEXT = 2**26
 # Characters that may come of a byte of the files, after the first `FREE` ones. (Text is packed to a
 # fifth or a tenth of its size.) A row counts as some more: without a text, too, it takes time.
-MAX_GROWTH, FREE, ROW = 100, 2**28, 64
+MAX_GROWTH, FREE, ROW = 100, 2**28, 256
 # Arrow's kinds of texts.
 TEXTS = ("string", "large_string", "string_view")
 
@@ -97,6 +97,13 @@ class Dataset:
                 _check_settings(source, settings)
                 configs = datasets.get_dataset_config_names(source)
                 chosen = words.pop(0) if words and words[0] in configs else None
+                if chosen is None and len(configs) > 1:
+                    chosen = datasets.get_dataset_default_config_name(source)
+                    require(
+                        chosen is not None,
+                        f"{name} must name a configuration of the dataset: it has "
+                        f"{', '.join(configs)}.",
+                    )
                 builder = datasets.load_dataset_builder(source, chosen)
             else:
                 # Its names are patterns, in which brackets are no letters.

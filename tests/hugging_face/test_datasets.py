@@ -74,6 +74,10 @@ def test_configurations_of_a_folder(folder):
     )
     assert list(documents(f"{folder}:two").read(None)) == ["third"]
     assert list(documents(f"{folder}:one:train:other").read(None)) == ["eins"] * 3
+    with pytest.raises(
+        UserError, match="must name a configuration of the dataset: it has one, two"
+    ):
+        documents(folder)
 
 
 @pytest.mark.parametrize(
