@@ -46,7 +46,7 @@ class Record(Summary, frozen=True, forbid_unknown_fields=True):
         position, last = self.position, self.last
         msgspec.convert([position.step_seconds, *position.losses], list[Number])
         wrong = "a number is negative, or more updates were skipped than made"
-        if not 0 <= position.skipped <= position.step:
+        if not 0 <= position.skipped <= position.step or position.step_seconds < 0:
             raise ValueError(wrong)
         is_complete = (
             last.get("val_loss") is not None and last.get("step") and last.get("tokens")

@@ -599,6 +599,7 @@ LAST = {"step": 1.0, "tokens": 8.0, "step_seconds": 1.0, "val_loss": 1.0}
         ("last", LAST | {"val_loss": None}, "its last line of metrics is not complete"),
         ("last", LAST | {"step_seconds": 1e-300}, "its last line of metrics is not complete"),
         ("position", AT | {"skipped": -(10**30)}, "a number is negative"),
+        ("position", AT | {"step_seconds": -1.0}, "a number is negative"),
         ("position", AT | {"skipped": 2}, "a number is negative, or more updates were skipped"),
         ("position", AT | {"losses": [1e308]}, r"`float` <= 1e\+39"),
         (
