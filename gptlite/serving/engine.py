@@ -222,9 +222,10 @@ class Engine:
 
     def _fit(self, texts: Sequence[ServedText], more: int = 0) -> bool:
         """Whether these may be generated together, beside those that wait with what their rows had
-        and `more` bytes. One alone always may."""
+        and `more` bytes of others that would. One alone may, if nothing is put aside for it."""
         needed = self._batch.memory(len(texts), max(map(_final, texts))) + self._batch.bytes_aside
-        return len(texts) <= self.max_rows and (len(texts) == 1 or needed + more <= self._memory)
+        is_alone = len(texts) == 1 and not more
+        return len(texts) <= self.max_rows and (is_alone or needed + more <= self._memory)
 
     def _leave(self, text: ServedText) -> None:
         self._batch.leave(text)

@@ -499,8 +499,9 @@ def test_rows_and_memory_are_shared_in_time(start, monkeypatch, n_prompt, max_ro
     monkeypatch.setattr("gptlite.serving.engine.TURN_SECONDS", 0.02)
     model = tiny_model()
     engine = start(model, max_rows=max_rows)
-    if max_rows > 2:  # memory has room for two
-        monkeypatch.setattr(engine, "_memory", engine._batch.memory(2, C))
+    if max_rows > 2:  # memory has room for two, and for what waits
+        memory = engine._batch.memory(2, C) + engine._batch.memory(1, C)
+        monkeypatch.setattr(engine, "_memory", memory)
     prompt = [i % VOCAB for i in range(n_prompt)]
     long = [Client(prompt, 4000, SamplingConfig(0.9), seed=seed) for seed in range(3)]
     engine.submit([client.text for client in long])
@@ -515,6 +516,30 @@ def test_rows_and_memory_are_shared_in_time(start, monkeypatch, n_prompt, max_ro
         assert client.result == alone(model, prompt, 4000, SamplingConfig(0.9), seed=seed)
     assert max(client.ended for client in short) < min(client.ended for client in long)
     assert not engine._batch._aside
+
+
+def test_texts_that_wait_take_no_more_memory_than_there_is(start, monkeypatch):
+    monkeypatch.setattr("gptlite.serving.engine.TURN_SECONDS", 0.0)
+    model = tiny_model()
+    engine = start(model, max_rows=8)
+    batch = engine._batch
+    # For one text of the context's length, and for what waits of two others.
+    monkeypatch.setattr(engine, "_memory", 3 * batch.memory(1, C) // 2 + batch.memory(1, C) // 4)
+    taken = []
+    step = batch.step
+
+    def step_and_note():
+        active = batch.memory(len(batch.texts), C)
+        taken.append((active + batch.bytes_aside, len(batch.texts)))
+        return step()
+
+    monkeypatch.setattr(batch, "step", step_and_note)
+    clients = [Client([1, 2], 600, seed=seed) for seed in range(8)]
+    for client in clients:
+        engine.submit([client.text])
+    assert [x.result for x in clients] == [alone(model, [1, 2], 600, seed=s) for s in range(8)]
+    assert max(memory for memory, _ in taken) <= engine._memory
+    assert {n for _, n in taken} == {1}
 
 
 def test_a_text_that_was_put_aside_may_be_cancelled(start, monkeypatch):
