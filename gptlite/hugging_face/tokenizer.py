@@ -89,7 +89,8 @@ class HFTokenizer(Decoding):
         if not added.issuperset(beyond) or n_trained > self._vocab_size:
             raise ValueError(f"it has the id {last}, and the model {self._vocab_size} rows")
         if isinstance(end_ids, str):
-            end_ids = [i for token, i in ids.items() if token == end_ids and i < self._vocab_size]
+            named = [i for token, i in ids.items() if token == end_ids and i < self._vocab_size]
+            end_ids = named if end_ids else []  # a token may be empty
         if not all(type(i) is int and 0 <= i < self._vocab_size for i in end_ids):
             raise ValueError(f"its end_ids must be ids, got {str(end_ids)[:100]}")
         self._end_ids = tuple(dict.fromkeys(end_ids))

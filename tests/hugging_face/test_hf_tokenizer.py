@@ -548,6 +548,11 @@ def test_a_text_that_grows_is_encoded_up_to_a_length_after_its_growth(normalizer
         made.encode("a" * 10 + letter * 2**20 + "a" * 10**5)
 
 
+def test_a_token_without_a_text_is_not_the_end():
+    model = {"type": "Unigram", "unk_id": None, "vocab": [["", -1.0], ["a", -2.0]]}
+    assert HFTokenizer(changed(OWN, model=model, decoder={"type": "Fuse"}), None, "").end_ids == ()
+
+
 def test_what_is_put_before_each_part_of_a_text_counts():
     """The library puts it behind each token that was added, too."""
     library = tokenizers.Tokenizer.from_str(to_hf_tokenizer(OWN))
