@@ -2,8 +2,8 @@
 `torch.compile`, and the time that preset `gpu` takes to nanoGPT's loss: `python benchmarks/gpu.py`.
 
 Same shape, batch, context and optimizer (AdamW), in bfloat16, without dropout. Each contender has a
-process of its own, and they run in alternation, so that the memory of all counts: shape GPT2 needs
-more than the 80 GB of an H100. MFU is the share of the device's dense bfloat16 peak, as PaLM's
+process of its own. They run in alternation, and all stay in memory: those of shape GPT2 need more
+than the 80 GB of an H100. MFU is the share of the device's dense bfloat16 peak, as PaLM's
 authors count products. What follows `--` goes to train.py.
 """
 

@@ -13,8 +13,9 @@ from gptlite.text.tokenizer import PATTERNS
 
 # Steps of each part: those of real tokenizers are fewer than ten, and each reads the whole text.
 MAX_STEPS = 64
-# How many characters may come of one, by all normalizers or decoders together.
-MAX_GROWTH = 64
+# How many characters may come of one, by all normalizers or decoders together, without what is put
+# before a text.
+MAX_GROWTH = 32
 # The most that each of them makes of a character (Unicode Standard Annex 15, section 17).
 GROWTH = {
     **{"NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "Lowercase": 3, "BertNormalizer": 3},
@@ -88,7 +89,7 @@ def check_components(record: Any) -> None:
         growth = 1
         for step in steps:
             _check(step.get("type") in kinds, name, step.get("type"))
-            growth *= _growth(name, step)
+            growth *= 1 if step.get("type") == "Prepend" else _growth(name, step)
         require(
             growth <= MAX_GROWTH,
             f"The tokenizer's {name}s may make {growth:,} characters of one, at most {MAX_GROWTH} "

@@ -89,8 +89,8 @@ class HFTokenizer(Decoding):
         if not added.issuperset(beyond) or n_trained > self._vocab_size:
             raise ValueError(f"it has the id {last}, and the model {self._vocab_size} rows")
         if isinstance(end_ids, str):
-            named = [i for token, i in ids.items() if token == end_ids and i < self._vocab_size]
-            end_ids = named if end_ids else []  # a token may be empty
+            named = end_ids or None  # a token may be empty
+            end_ids = [i for token, i in ids.items() if token == named and i < self._vocab_size]
         if not all(type(i) is int and 0 <= i < self._vocab_size for i in end_ids):
             raise ValueError(f"its end_ids must be ids, got {str(end_ids)[:100]}")
         self._end_ids = tuple(dict.fromkeys(end_ids))
@@ -313,8 +313,8 @@ def _bytes_of_tokens(
     """
     to_bytes, found, total = _bytes_of(steps), {}, 0
     for token, i in ids.items():
-        size = len(token)  # and then, if that may be made longer, of its bytes
-        if size <= MAX_TOKEN:
+        size = len(token)
+        if size <= MAX_TOKEN:  # else its bytes, which may be more, are not made
             found[i] = to_bytes(token)
             size = max(size, len(found[i]))
         total += size
