@@ -12,6 +12,8 @@ from dataclasses import MISSING, dataclass, field, fields
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Protocol, TypeVar
 
+from starlette.responses import JSONResponse, Response
+
 from gptlite.config import SamplingConfig
 from gptlite.errors import UserError, require
 from gptlite.generation.text import prompt_ids
@@ -51,6 +53,9 @@ class ApiError(Exception):
         if len(message) > MAX_MESSAGE:
             message = f"{message[:MAX_MESSAGE]} ..."
         return {"error": {"message": message, "type": kind, "param": None, "code": self.code}}
+
+    def response(self) -> Response:
+        return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
 
 
 @dataclass(frozen=True)

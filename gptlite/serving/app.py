@@ -9,12 +9,13 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gptlite.serving.api import ApiError
 from gptlite.serving.endpoints import FAILED, Endpoints
+from gptlite.serving.memory import BoundedMemory
 from gptlite.serving.models import Models
 from gptlite.serving.page import STATIC, PageEndpoints
 
@@ -68,6 +69,7 @@ def make_app(
             routes=routes,
             middleware=[
                 *([cors] if allow_origins else []),
+                Middleware(BoundedMemory),
                 Middleware(RequireKey, api_key=api_key),
             ],
             exception_handlers={
@@ -102,7 +104,7 @@ class Guard:
         host = _host(Request(scope).headers.get("host", ""))
         if self._hosts is not None and host not in self._hosts:
             names = ", ".join(sorted(self._hosts))
-            app = _answer(ApiError(403, f"The Host header must name {names}, got {host!r}."))
+            app = ApiError(403, f"The Host header must name {names}, got {host!r}.").response()
         await app(scope, receive, send_with_headers)
 
 
@@ -123,17 +125,13 @@ class RequireKey:
             if scheme.lower() != "bearer" or not is_right:
                 message = "The API key is missing or wrong: send Authorization: Bearer KEY."
                 error = ApiError(401, message, "invalid_api_key", WWW_Authenticate="Bearer")
-                app = _answer(error)
+                app = error.response()
         await app(scope, receive, send)
-
-
-def _answer(error: ApiError) -> Response:
-    return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return _answer(error)
+    return error.response()
 
 
 async def _gone(request: Request, error: Exception) -> Response:
@@ -142,7 +140,7 @@ async def _gone(request: Request, error: Exception) -> Response:
 
 async def _unexpected(request: Request, error: Exception) -> Response:
     """The error itself goes to the log."""
-    return _answer(ApiError(500, FAILED))
+    return ApiError(500, FAILED).response()
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -151,7 +149,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     path = request.url.path
     message = f"{request.method} {path} is nothing that this server has."
     headers: Mapping[str, str] = error.headers or {}
-    answer = _answer(ApiError(error.status_code, message))
+    answer = ApiError(error.status_code, message).response()
     answer.headers.update(headers)
     return answer
 

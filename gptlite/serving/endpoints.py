@@ -32,13 +32,13 @@ from gptlite.serving.api import (
     read_prompt,
 )
 from gptlite.serving.engine import Engine, QueueFullError
+from gptlite.serving.memory import Held, answer_bytes
 from gptlite.serving.models import Models, Served
 from gptlite.serving.text import Piece, ServedText
 from gptlite.text.tokenizer import as_ids
 
-# Seconds within which a request's body must have come, and a part of a stream be read.
+# Seconds within which a request's body must have come.
 BODY_SECONDS = 10
-SEND_SECONDS = 60
 # Tokens that a chat's answer may have, if the request does not say it.
 CHAT_TOKENS = 512
 # A request of more bytes, or an answer of more numbers, is worked on in another thread.
@@ -174,6 +174,7 @@ class Endpoints:
                 f"probabilities are {numbers:,} numbers, and may have {MAX_NUMBERS:,}: ask for "
                 "fewer at once.",
             )
+            held_by(request).at_least(answer_bytes(n_tokens, n_best))
             texts = [
                 ServedText(
                     prompt.ids.tolist(),
@@ -205,6 +206,11 @@ class Endpoints:
 def _magnitude(size: int) -> int:
     """The number of digits."""
     return len(str(size))
+
+
+def held_by(request: Request) -> Held:
+    """The memory that the request holds."""
+    return request.state.held
 
 
 def submit(request: Request, engine: Engine, texts: Sequence[ServedText]) -> None:
@@ -318,7 +324,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with contextlib.suppress(ClientDisconnect, TimeoutError):  # nobody reads on
+            with contextlib.suppress(ClientDisconnect):
                 await _unless_gone(receive, self._send(send))
         finally:
             self._cancel()
@@ -328,8 +334,7 @@ class EventStream(Response):
         await send(start)
         async for event in self._events:
             body = f"data: {event}\n\n".encode()
-            async with asyncio.timeout(SEND_SECONDS):  # a client may not read
-                await send({"type": "http.response.body", "body": body, "more_body": True})
+            await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
 
@@ -357,7 +362,8 @@ async def _unless_gone(receive: Receive, work: Awaitable[T]) -> T:
 async def body_of(request: Request) -> bytes:
     """The body of a request.
 
-    **Raises:** `ApiError` if it is not said to be JSON, too large, or too slow.
+    **Raises:** `ApiError` if it is not said to be JSON, too large, too slow, or there is no memory
+    for it.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -371,6 +377,7 @@ async def body_of(request: Request) -> bytes:
                 if len(body) > MAX_BODY:
                     message = f"A request may have at most {MAX_BODY:,} bytes."
                     raise ApiError(413, message, Connection="close")
+                held_by(request).at_least(len(body))
     except TimeoutError as error:
         message = f"The request did not come within {BODY_SECONDS} s."
         raise ApiError(408, message, Connection="close") from error

@@ -39,9 +39,11 @@ from gptlite.serving.endpoints import (
     bad_request,
     body_of,
     finished,
+    held_by,
     submit,
 )
 from gptlite.serving.look import Inside, longest, look_inside
+from gptlite.serving.memory import answer_bytes
 from gptlite.serving.models import Served
 from gptlite.serving.overview import list_runs
 from gptlite.serving.text import Piece, Scored, ServedText, Token, shown
@@ -200,6 +202,7 @@ class PageEndpoints(Endpoints):
             asked = await self._parsed(Text, body)
             served = await self._find(asked.model)
             scoring = await self._by_size(len(body), lambda: Scoring(served, asked.text))
+        held_by(request).at_least(answer_bytes(scoring.n_tokens, N_RIVALS))
         mailbox = Mailbox(streamed=False)
         texts = scoring.texts(mailbox)
         submit(request, served.engine, texts)
@@ -257,6 +260,7 @@ class Scoring:
         self._windows = [ids[i * step : i * step + context_length] for i in range(count)]
         self._overlap, self._n_start = context_length - step, len(start)
         first = encoded[: 0 if start else 1]  # which nothing predicts
+        self.n_tokens = len(ids)
         self._n_bytes = n_bytes(served.tokenizer, encoded) - n_bytes(served.tokenizer, first)
 
     def texts(self, mailbox: Mailbox) -> list[ServedText]:

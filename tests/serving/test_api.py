@@ -20,7 +20,11 @@ from support.servers import NAME, TOKENIZER, served_model, serving
 
 from gptlite.config import SamplingConfig
 from gptlite.generation.generate import generate
-from gptlite.serving import endpoints as endpoints_module, server as server_module
+from gptlite.serving import (
+    endpoints as endpoints_module,
+    memory as memory_module,
+    server as server_module,
+)
 from gptlite.serving.text import shown
 from gptlite.text.tokenizer import ByteTokenizer
 
@@ -377,7 +381,7 @@ def test_a_client_that_goes_away_frees_its_rows(address, stream):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_does_not_read_is_cut_off(stream, monkeypatch):
-    monkeypatch.setattr(endpoints_module, "SEND_SECONDS", 0.2)
+    monkeypatch.setattr(memory_module, "SEND_SECONDS", 0.2)
     monkeypatch.setattr(server_module, "HEAD_SECONDS", 0.2)
     body = {"model": NAME, "prompt": "a", "max_tokens": 5000, "n": 4, "logprobs": 20}
     content = json.dumps(body | {"stream": stream}).encode()
