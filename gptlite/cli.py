@@ -592,9 +592,14 @@ def run_script(main: Callable[[A], None], parse: Callable[[Sequence[str]], A]) -
 
 
 def import_jax() -> None:
-    """**Raises:** `UserError` if JAX refuses one of its own environment variables."""
+    """**Raises:** `UserError` if JAX or Equinox refuses one of its own environment variables."""
     with told("JAX cannot be used"):
         import jax as jax
+    # With it, Equinox compiles nothing ahead.
+    on_error = os.environ.get("EQX_ON_ERROR", "raise")
+    require(on_error != "breakpoint", "EQX_ON_ERROR must be raise, nan or off, got breakpoint.")
+    with told("Equinox cannot be used"):
+        import equinox as equinox
 
 
 @contextlib.contextmanager

@@ -36,6 +36,8 @@ def set_up_jax(cpu_devices: int = 1) -> None:
     jax.config.update("jax_threefry_partitionable", True)
     jax.config.update("jax_numpy_dtype_promotion", "standard")
     jax.config.update("jax_numpy_rank_promotion", "allow")
+    for kind in ("nan", "divide", "oob"):  # Equinox has checks of its own
+        jax.config.update(f"jax_error_checking_behavior_{kind}", "ignore")
     guard = jax.config.jax_transfer_guard  # pyright: ignore[reportAttributeAccessIssue]
     if "disallow" in str(guard):
         jax.config.update("jax_transfer_guard", "allow")

@@ -79,6 +79,9 @@ def test_settings_that_forbid_what_every_run_does_are_not_for_the_scripts(place)
         "JAX_TRANSFER_GUARD": "disallow",
         "JAX_NUMPY_RANK_PROMOTION": "raise",
         "JAX_NUMPY_DTYPE_PROMOTION": "strict",
+        "JAX_ERROR_CHECKING_BEHAVIOR_NAN": "raise",
+        "JAX_ERROR_CHECKING_BEHAVIOR_OOB": "raise",
+        "JAX_ERROR_CHECKING_BEHAVIOR_DIVIDE": "raise",
     }
     for words in (["train.py", *TINY, "--run", "x"], ["sample.py", "--run", "x", "--prompt", "T"]):
         done = script(*words, folder=place, **strict)
@@ -120,11 +123,23 @@ def test_a_platform_that_is_not_there_is_named(place, name):
     assert last.startswith("error: JAX finds no device of the platform tpu, as JAX_PLATFORMS says")
 
 
-def test_a_setting_that_jax_refuses_is_told_in_a_sentence(place):
-    done = script("sample.py", "--prompt", "T", folder=place, JAX_NUM_CPU_DEVICES="two")
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            {"JAX_NUM_CPU_DEVICES": "two"},
+            'JAX cannot be used: Invalid value "two" for JAX flag',
+        ),
+        ({"EQX_ON_ERROR": "stop"}, "Equinox cannot be used: Unrecognised value for `EQX_ON_ERROR`"),
+        ({"EQX_ON_ERROR": "breakpoint"}, "EQX_ON_ERROR must be raise, nan or off, got breakpoint."),
+    ],
+    ids=str,
+)
+def test_a_setting_that_jax_or_equinox_refuses_is_told_in_a_sentence(place, settings, sentence):
+    done = script("sample.py", "--prompt", "T", folder=place, **settings)
     assert done.returncode == 2
     assert b"Traceback" not in done.stderr
-    assert b'error: JAX cannot be used: Invalid value "two" for JAX flag' in done.stderr
+    assert f"error: {sentence}" in done.stderr.decode()
 
 
 def test_runs_that_begin_in_the_same_second_have_names_of_their_own(place):
