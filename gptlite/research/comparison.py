@@ -24,7 +24,7 @@ from gptlite.machine.fields import MAX_INT32, settled
 from gptlite.machine.files import write_json
 from gptlite.machine.memory import free_memory
 from gptlite.machine.pytrees import count_parameters
-from gptlite.machine.records import Number, read_record
+from gptlite.machine.records import Number, Seconds, read_record
 from gptlite.research.seeds import SeedsProgress, fit_seeds
 from gptlite.research.statistics import Verdict, judge
 from gptlite.runs.frozen import trainable
@@ -81,13 +81,13 @@ class _Record(msgspec.Struct):
     evaluated_at: list[Annotated[int, msgspec.Meta(ge=1)]]
     curves: dict[str, list[Number | None]]
     """By the seed; None: not finite."""
-    seconds: dict[str, Number]
+    seconds: dict[str, Seconds]
 
     def __post_init__(self):
-        length = max(1, len(self.evaluated_at))
-        if max(self.evaluated_at, default=0) > self.steps:
+        in_order = [0, *sorted(set(self.evaluated_at))]
+        if [0, *self.evaluated_at] != in_order or in_order[-1] != self.steps:
             raise ValueError("its evaluated_at is wrong")
-        if any(len(curve) != length for curve in self.curves.values()):
+        if any(len(curve) != len(self.evaluated_at) for curve in self.curves.values()):
             raise ValueError("its curves are wrong")
         if self.seconds.keys() != self.curves.keys():
             raise ValueError("its seconds are wrong")

@@ -17,10 +17,9 @@ from jaxtyping import Array, UInt32
 
 from gptlite.config import MeshConfig
 from gptlite.errors import UserError, require
-from gptlite.machine.files import MAX_NUMBER
 from gptlite.machine.mesh import is_on_cpu, mesh_shape, whole
 from gptlite.machine.pytrees import size_of
-from gptlite.machine.records import Number
+from gptlite.machine.records import Number, Seconds
 from gptlite.runs.stored import MAX_OTHER, MODEL, Summary, as_user_error, open_arrays, read_fields
 from gptlite.runs.weights import fill, named_leaves
 from gptlite.training.fit import Position
@@ -34,7 +33,7 @@ class Record(Summary, frozen=True, forbid_unknown_fields=True):
     """
 
     position: Position
-    seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_NUMBER)]
+    seconds: Seconds
     """Wall-clock time of all processes that trained the run."""
     corpus_sha256: str
     frozen_sha256: str
