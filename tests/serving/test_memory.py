@@ -92,7 +92,8 @@ def test_large_answers_beyond_the_memory_are_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_answers_that_are_not_read_are_counted(stream, monkeypatch):
+@pytest.mark.parametrize("leave", [False, True])
+def test_answers_that_are_not_read_are_counted(stream, leave, monkeypatch):
     body = {"model": NAME, "prompt": "a", "max_tokens": 5000, "logprobs": 20, "stream": stream}
     monkeypatch.setattr(memory, "MAX_OF_ONE", int(1.5 * memory.answer_bytes(5000, 20)))
     given = {"Content-Type": "application/json"}
@@ -111,7 +112,13 @@ def test_answers_that_are_not_read_are_counted(stream, monkeypatch):
         assert refused.status == 429
         assert int(refused.headers["Retry-After"]) >= 1
         assert b"not read yet" in refused.read()
-        silent.getresponse().read()
-        served = ask(address).getresponse()
+        if leave:
+            silent.close()
+        else:
+            silent.getresponse().read()
+        end = time.monotonic() + 20
+        while (served := ask(address).getresponse()).status == 429:
+            assert time.monotonic() < end, "the answer is still held"
+            served.read()
         assert served.status == 200
         served.read()
