@@ -31,14 +31,14 @@ def with_call_hook(model: M, is_hooked: Callable[[Any], bool], on_call: OnCall) 
 class _Hooked(eqx.Module):
     """Replaces a module, and reports its calls."""
 
-    inner: Any
+    wrapped: Any
     name: str = eqx.field(static=True)
     on_call: OnCall = eqx.field(static=True)
 
     def __call__(self, *arguments, **options):
-        out = self.inner(*arguments, **options)
-        self.on_call(self.name, self.inner, arguments, options, out)
+        out = self.wrapped(*arguments, **options)
+        self.on_call(self.name, self.wrapped, arguments, options, out)
         return out
 
     def __getattr__(self, attribute: str) -> Any:
-        return getattr(self.inner, attribute)
+        return getattr(self.wrapped, attribute)

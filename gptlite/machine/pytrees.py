@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from gptlite.errors import require
+
 T = TypeVar("T")
 
 # Which parameters are trained: a filter for `eqx.partition`.
@@ -51,6 +53,17 @@ def is_parameter(x: Any) -> bool:
     """Whether `x`, in a model or in the shapes of one, is trained by default."""
     is_shape = isinstance(x, jax.ShapeDtypeStruct) and jnp.issubdtype(x.dtype, jnp.inexact)
     return is_shape or eqx.is_inexact_array(x)
+
+
+def require_float32(params: PyTree) -> None:
+    """**Raises:** `UserError` if one of the parameters, or of their shapes, is not in float32:
+    most updates would be rounded to nothing."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        require(
+            not is_parameter(leaf) or leaf.dtype == jnp.float32,
+            f"Parameters that are trained must be in float32, got {leaf.dtype} for "
+            f"{path_name(path)}. training.compute_dtype decides in which format is computed.",
+        )
 
 
 def inside(params: PyTree, kind: type | tuple[type, ...]) -> PyTree:

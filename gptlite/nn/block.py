@@ -133,7 +133,7 @@ def checked(part: Any, out: Any, x: Array, *names: str) -> Any:
     **Raises:** `UserError` (while tracing) if it is not a tuple of the values `names` (a single
     value, if there is one name), of which the first has the shape of `x`.
     """
-    name = type(getattr(part, "recomputed", part)).__name__  # see `Stack`
+    name = type(getattr(part, "wrapped", part)).__name__  # see `Stack`
     right = len(names) == 1 or (isinstance(out, tuple) and len(out) == len(names))
     require(right, f"{name} must return ({', '.join(names)}).")
     y: Any = out if len(names) == 1 else out[0]

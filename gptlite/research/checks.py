@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gptlite.errors import require
-from gptlite.machine.pytrees import cast, inside, path_name
+from gptlite.machine.pytrees import cast, inside, is_parameter, path_name
 from gptlite.nn.stack import Stack
 from gptlite.research.subject import (
     BATCH,
@@ -45,6 +45,9 @@ def check_parameters(s: Subject) -> str | None:
                     f"{type(module).__name__}.{field.name} is an array in a static field, which is "
                     "neither trained nor saved."
                 )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(s.module):
+        if is_parameter(leaf) and leaf.dtype != jnp.float32:
+            return f"{path_name(path)} is in {leaf.dtype} instead of float32."
     return None
 
 

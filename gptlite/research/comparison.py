@@ -24,7 +24,7 @@ from gptlite.machine.fields import MAX_INT32, settled
 from gptlite.machine.files import write_json
 from gptlite.machine.memory import free_memory
 from gptlite.machine.pytrees import count_parameters
-from gptlite.machine.records import Number, Seconds, read_record
+from gptlite.machine.records import Positive, read_record
 from gptlite.research.seeds import SeedsProgress, fit_seeds
 from gptlite.research.statistics import Verdict, judge
 from gptlite.runs.frozen import trainable
@@ -79,9 +79,9 @@ class _Record(msgspec.Struct):
     """Everything that decides what it learns."""
     steps: Annotated[int, msgspec.Meta(ge=1, le=MAX_INT32)]
     evaluated_at: list[Annotated[int, msgspec.Meta(ge=1)]]
-    curves: dict[str, list[Number | None]]
+    curves: dict[str, list[Positive | None]]
     """By the seed; None: not finite."""
-    seconds: dict[str, Seconds]
+    seconds: dict[str, Positive]
 
     def __post_init__(self):
         in_order = [0, *sorted(set(self.evaluated_at))]
@@ -199,6 +199,11 @@ class Comparison:
             f"{path} was trained with another {', another '.join(changed)}: choose another "
             "--name for this comparison, or delete that file.",
         )
+        require(
+            not self._has_given_steps(config) or record["steps"] == config.training.steps,
+            f"{path} is damaged: its steps are {record['steps']}, and were to be "
+            f"{config.training.steps}. Delete it to train it again.",
+        )
         return record
 
     def _settings(self, config: Config) -> dict[str, Any]:
@@ -216,10 +221,14 @@ class Comparison:
         settings["version of gptlite"] = package_sha256()
         return settings
 
+    def _has_given_steps(self, config: Config) -> bool:
+        """Whether it is trained for `training.steps`."""
+        return self._equal == "steps" or config == self._base
+
     def _choose_steps(self, config: Config, at_once: int) -> int:
         """The steps that make the variant equal to the base, with `at_once` seeds at once."""
         steps = self._base.training.steps
-        if self._equal == "steps" or config == self._base:
+        if self._has_given_steps(config):
             return config.training.steps
         if self._equal == "flops":
             ratio = self._flops_per_step(self._base) / self._flops_per_step(config)

@@ -35,7 +35,7 @@ def load_corpus(
         try:
             return load_corpus("shakespeare", data_folder=data_folder, download=download)
         except UserError as error:
-            log(f"{error} Training on `pydoc`, the documentation inside Python, instead.")
+            log(f"{error} The text is `pydoc`, the documentation inside Python, instead.")
             return load_corpus("pydoc")
     if name == "shakespeare":
         return text_corpus(load_shakespeare(data_folder, download), name)

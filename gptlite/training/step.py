@@ -19,7 +19,7 @@ from gptlite.errors import require
 from gptlite.machine.batch_reader import check_batch
 from gptlite.machine.memory import require_memory
 from gptlite.machine.mesh import abstract, check_rows, local_rows, place, place_batches
-from gptlite.machine.pytrees import Trainable, cast, is_parameter
+from gptlite.machine.pytrees import Trainable, cast, is_parameter, require_float32
 from gptlite.machine.runtime import chosen_dtype
 from gptlite.nn.dtypes import widen
 from gptlite.nn.kernels.row_keys import row_key
@@ -86,17 +86,17 @@ class TrainSteps:
         - `loss_mask(batch)`: of the same shape, False where a loss does not count. Default: all do.
         - `trainable`: which parameters are trained, as a filter for `eqx.partition`. Default: all.
 
-        **Raises:** `UserError` if the devices of `mesh` cannot share a batch, or the optimizer does
-        not fit the model.
+        **Raises:** `UserError` if the devices of `mesh` cannot share a batch, the optimizer does
+        not fit the model, or a parameter that is trained is not in float32.
         """
         check_rows(mesh, training.batch_size // (training.accumulation or 1))
         dtype: Any = chosen_dtype(training.compute_dtype, mesh.devices.flat[0])
-        training = dataclasses.replace(training, compute_dtype=dtype)
-        self.mesh, self.training = mesh, training
+        self.mesh, self.training = mesh, dataclasses.replace(training, compute_dtype=dtype)
         self._loss_fn, self._loss_mask = loss_fn, loss_mask
         self.trainable = trainable
         """Which parameters are trained."""
         params = eqx.filter(model, trainable)
+        require_float32(params)
         self._optimizer = make_optimizer(optimizer, training.steps, params)
         self._schedule = make_schedule(optimizer, training.steps)
         self._peak = optimizer.learning_rate

@@ -3,9 +3,11 @@ import dataclasses
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import pytest
 from conftest import tiny_model
 
 from gptlite.config import TrainingConfig
+from gptlite.errors import UserError
 from gptlite.inspect.summary import activation_bytes, flops_per_token, summary
 from gptlite.machine.pytrees import count_parameters
 from gptlite.models.gpt import GPT
@@ -41,6 +43,20 @@ def test_flops_of_s_by_hand():
     # Every product has two more behind it, one for each operand's gradient. The gradient of learned
     # positions, a sum over sequences, is a product with ones.
     assert training == 3 * forward + 2 * d
+
+
+class Narrow(eqx.Module):
+    def __init__(self, config, *, key):
+        pass
+
+    def __call__(self, x):
+        return x[..., 1:]
+
+
+@pytest.mark.parametrize("remat", ["none", "block"])
+def test_a_block_of_a_wrong_shape_is_named(remat):
+    with pytest.raises(UserError, match="Narrow must return the shape of its input"):
+        flops_per_token(tiny_model(mlp=Narrow, remat=remat))
 
 
 def test_frozen_matrices_have_no_gradient_to_be_counted():

@@ -172,6 +172,17 @@ class StaticGain(Layer):
         return super().__call__(x) * jnp.asarray(self.gain, x.dtype)
 
 
+class LowPrecision(Layer):
+    gain: jax.Array
+
+    def __init__(self, config=SMALL, *, key):
+        super().__init__(config, key=key)
+        self.gain = jnp.ones(config.d_model, jnp.bfloat16)
+
+    def __call__(self, x):
+        return super().__call__(x) * self.gain.astype(x.dtype)
+
+
 @jax.custom_vjp
 def half(x):
     return 0.5 * x
@@ -329,6 +340,7 @@ BUGS = {
     WrongBackwardPass: ("gradients", "is wrong"),
     InfiniteSlope: ("gradients", "is not finite"),
     StaticGain: ("parameters", "StaticGain.gain is an array in a static field"),
+    LowPrecision: ("parameters", "gain is in bfloat16 instead of float32"),
     Widens: ("shapes", "bfloat16[3, 8, 16] in, float32[3, 8, 16] out"),
     DropsAToken: ("shapes", "[3, 7, 16] out"),
     KeepsCount: ("jit", "a second compilation"),

@@ -104,6 +104,7 @@ def test_another_variant_under_the_same_name_is_refused(trained, tmp_path):
         *(("evaluated_at", 4), ("curves", []), ("curves", {"0": [], "1": []})),
         *(("curves", {"0": [2.0, "2"], "1": [2.0, 2.0]}), ("seconds", {"0": 1.0})),
         ("seconds", {"0": 1.0, "1": -1.0}),
+        ("curves", {"0": [2.0, -2.0], "1": [2.0, 2.0]}),
         *(("seconds", {"0": 1.0, "1": 10**400}), ("curves", {"0": 1, "1": 2})),
     ],
 )
@@ -118,6 +119,15 @@ def test_a_damaged_file_is_refused(trained, tmp_path, name, value):
             match=rf"a-.*\.json is damaged: .*({name}|value out of range|`int` <=|`float` >=)",
         ):
             run(comparison(tmp_path), "a", BASE, range(2))
+
+
+def test_a_file_of_another_number_of_steps_is_refused(trained, tmp_path):
+    run(comparison(tmp_path), "a", BASE, range(2))
+    (file,) = tmp_path.glob("*.json")
+    changed = json.loads(file.read_text()) | {"steps": 16, "evaluated_at": [4, 16]}
+    file.write_text(json.dumps(changed))
+    with pytest.raises(UserError, match="damaged: its steps are 16, and were to be 8"):
+        run(comparison(tmp_path), "a", BASE, range(2))
 
 
 def test_a_variant_that_cannot_be_built_is_refused_before_training(tmp_path):

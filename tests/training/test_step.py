@@ -164,6 +164,18 @@ def test_counts_of_another_shape_are_refused():
         grads_of(tiny_model(), jnp.asarray(BATCHES[0]), loss_mask=lambda batch: batch[:, :1] >= 0)
 
 
+def test_parameters_of_low_precision_are_not_trained_but_may_be_frozen():
+    model = eqx.tree_at(lambda model: model.norm.weight, tiny_model(), replace_fn=as_bfloat16)
+    with pytest.raises(UserError, match=r"must be in float32, got bfloat16 for norm\.weight\. "):
+        grads_of(model, BATCHES[0])
+    trained = jax.tree.map(lambda x: eqx.is_inexact_array(x) and x.dtype == np.float32, model)
+    grads_of(model, BATCHES[0], trainable=trained)
+
+
+def as_bfloat16(x):
+    return x.astype(jnp.bfloat16)
+
+
 def test_a_mixture_is_not_trained_without_its_balance_loss():
     def losses(model, batch, **options):
         return window_losses(model, batch, **options)[0]

@@ -12,10 +12,10 @@ import equinox as eqx
 class Recomputed(eqx.Module):
     """A module that keeps nothing for its gradient but its inputs."""
 
-    recomputed: Any
+    wrapped: Any
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         def run(module, *inputs, **options):
             return module(*inputs, **options)
 
-        return eqx.filter_checkpoint(run, prevent_cse=False)(self.recomputed, *inputs, **options)
+        return eqx.filter_checkpoint(run, prevent_cse=False)(self.wrapped, *inputs, **options)
