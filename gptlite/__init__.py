@@ -3,8 +3,7 @@
     text -> tokens -> batches -> model -> loss -> update -> checkpoint -> generated text
 
 All public functions are annotated with shapes. The import hook below makes beartype check them
-while JAX traces: a wrong shape is an error that names the function, the argument and the axes. The
-compiled program has no checks.
+while JAX traces: errors name the function, the argument and the axes. Programs have no checks.
 """
 
 import os

@@ -30,7 +30,8 @@ from .inspect.attention_maps import attention_maps as attention_maps
 from .inspect.logit_lens import logit_lens as logit_lens
 from .inspect.summary import summary as summary
 from .machine.mesh import make_mesh as make_mesh
-from .machine.progress import log as log, printable as printable
+from .machine.printed import printable as printable
+from .machine.progress import log as log
 from .machine.runtime import set_up_jax as set_up_jax
 from .models.gpt import GPT as GPT
 from .presets import PRESETS as PRESETS

@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import difflib
+import functools
+import inspect
 import io
 import os
 import re
@@ -23,8 +25,9 @@ from gptlite.errors import UserError, require, told
 from gptlite.machine.fields import MAX_INT32, Between, Seed, changed, check_fields, free
 from gptlite.machine.files import check_folder_name
 from gptlite.machine.names import CUSTOM_FIELDS, CustomBlock, split_options
+from gptlite.machine.printed import printable
 from gptlite.machine.processes import DistributedConfig
-from gptlite.machine.progress import print_error, printable, sentence_of
+from gptlite.machine.progress import print_error, sentence_of
 from gptlite.machine.stop import ends_on_ctrl_c
 from gptlite.presets import PRESETS
 from gptlite.runs.find import find_run
@@ -307,7 +310,9 @@ def parse_words(kind: Any, args: Sequence[str], **options: Any) -> Any:
         )
     safe = [printable(word) for word in args]
     if safe != list(args):
-        tyro.cli(kind, args=safe, **options)
+        # A function would be called.
+        idle = functools.wraps(kind)(lambda **_: None) if inspect.isfunction(kind) else kind
+        tyro.cli(idle, args=safe, **options)
     if not options.get("return_unknown_args"):
         _suggest(kind, args)
     return tyro.cli(kind, args=args, **options)

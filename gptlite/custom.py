@@ -17,11 +17,12 @@ import inspect
 import os
 import shlex
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from gptlite.config import Config, ModelConfig
-from gptlite.errors import UserError, require
+from gptlite.errors import UserError, require, told
 from gptlite.machine.names import (
     CUSTOM_FIELDS,
     BlockNames,
@@ -34,6 +35,11 @@ from gptlite.machine.names import (
 # A file whose classes may be blocks; in Python, also the class itself; one of them, or several.
 Source = str | Path | type
 Custom = Source | Sequence[Source]
+
+# The source of each class that was loaded, as it was executed: its file may change. Its module has
+# it, too.
+_SOURCE = "__executed__"
+_EXECUTED: weakref.WeakKeyDictionary[type, bytes] = weakref.WeakKeyDictionary()
 
 
 def custom_blocks(config: ModelConfig) -> dict[str, str]:
@@ -174,25 +180,21 @@ def load_custom(config: ModelConfig) -> ModelConfig:
         else:
             require(":" in name, _wrong_custom(name, "a block", [], (), False))
             block = load_class(name)
-        try:
-            inspect.signature(block).bind(config, key=None)
-        except (TypeError, ValueError) as error:  # ValueError: a class that is built in
-            raise UserError(
-                f"{name} must be built from (config, *, key), with a ModelConfig: {error}."
-            ) from error
         loaded[field] = CustomBlock(value, block)
     return dataclasses.replace(config, **loaded)
 
 
 def custom_sources(config: ModelConfig) -> dict[str, bytes]:
-    """The source files of the loaded custom blocks of `config`, by file name."""
+    """The source files of the loaded custom blocks of `config`, by file name, as they were
+    executed."""
     sources = {}
     for value in custom_blocks(config).values():
         # There is no file for a class that was typed at a prompt.
         with contextlib.suppress(TypeError, OSError):
             if isinstance(value, CustomBlock):
                 file = Path(inspect.getfile(value.block))
-                sources[file.name] = file.read_bytes()
+                executed = _EXECUTED.get(value.block)
+                sources[file.name] = file.read_bytes() if executed is None else executed
     return sources
 
 
@@ -219,7 +221,7 @@ def _source_only() -> Iterator[None]:
 
 
 def load_class(name: str) -> type:
-    """The class `FILE.py:CLASS`. Executes the file.
+    """The class `FILE.py:CLASS`. Executes the file, unless it was, and has not changed since.
 
     **Raises:** `UserError` if that fails, there is no such class, or the file is in a run's folder,
     which may come from a stranger: the file could import others that lie beside it.
@@ -245,7 +247,12 @@ def load_class(name: str) -> type:
         "." not in stem,
         f"{file} cannot be loaded: Python imports no file with a dot in its name before .py.",
     )
+    with told(f"{file} cannot be read"):
+        source = path.read_bytes()
     module = sys.modules.get(stem)
+    if getattr(module, _SOURCE, source) != source:
+        del sys.modules[stem]
+        module = None
     if module is None:
         sys.path.insert(0, str(path.parent))
         try:
@@ -253,6 +260,8 @@ def load_class(name: str) -> type:
             hook = jaxtyping.install_import_hook(stem, "gptlite.machine.typecheck.typechecker")
             with hook, _source_only():
                 module = importlib.import_module(stem)
+            setattr(module, _SOURCE, source)
+            require(path.read_bytes() == source, "it has changed meanwhile")
         except Exception as error:
             sys.modules.pop(stem, None)
             what = f"{type(error).__name__}: {error}"
@@ -277,4 +286,6 @@ def load_class(name: str) -> type:
         f"{cls} in {file} is another name for {custom_name(loaded)}: name a class where it is "
         "defined, at the top of its file.",
     )
+    if hasattr(module, _SOURCE):
+        _EXECUTED[loaded] = getattr(module, _SOURCE)
     return loaded

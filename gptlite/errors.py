@@ -3,9 +3,14 @@
 import contextlib
 from collections.abc import Iterator
 
+from gptlite.machine.printed import printable
+
 
 class UserError(ValueError):
-    """Something the user asked for cannot be done. The message is a full sentence for the user."""
+    """What the user asked for cannot be done: a sentence, with escapes for control characters."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 def require(holds: bool, sentence: str) -> None:

@@ -31,7 +31,7 @@ from gptlite.errors import UserError
 from gptlite.machine.files import write_json
 from gptlite.machine.names import CustomBlock
 from gptlite.models.gpt import GPT
-from gptlite.nn import RMSNorm
+from gptlite.nn import Linear, RMSNorm
 from gptlite.runs.load import load
 from gptlite.runs.saved_config import changed_sources, load_config, save_config
 from gptlite.runs.tokenizers import make_tokenizer
@@ -162,7 +162,7 @@ def test_in_python_a_config_takes_a_class():
     copied = copy.deepcopy(dataclasses.replace(config, dropout=0.1)).mlp
     assert isinstance(copied, CustomBlock)
     assert (copied, copied.block) == (config.mlp, Third)
-    again = CustomBlock(copied, type("Third", (eqx.Module,), {}))  # as a cell that is run twice
+    again = CustomBlock(copied, type("Third", (Third,), {}))  # as a cell that is run twice
     assert again != copied
     assert not again == copied  # noqa: SIM201 - `==` has a method of its own
     assert copied == str(copied) == again
@@ -249,6 +249,9 @@ def test_a_path_that_leads_nowhere_is_refused(name, tmp_path, monkeypatch):
 def test_a_class_with_another_signature_is_refused(file):
     with pytest.raises(UserError, match=r"must be built from \(config, \*, key\).*d_ff"):
         load_custom(config_with(attention=f"{file}:Wants").model)
+    for block in (int, Linear):  # the class itself
+        with pytest.raises(UserError, match=r"must be built from \(config, \*, key\)"):
+            ModelConfig(mlp=block)
     with pytest.raises(UserError, match=r"must be one of rms, .* that has been loaded"):
         GPT(config_with(norm=f"{file}:Twice").model, VOCAB, key=jax.random.key(0))
 
@@ -298,7 +301,9 @@ def test_a_run_is_loaded_with_the_file_that_is_named(run, file):
     assert resumed.config.model == config_with(mlp=f"{file}:Twice").model
     begun = parse_train(["--init-from", str(run), f"--custom={file}"])
     assert begun.config.model == resumed.config.model
-    with pytest.raises(UserError, match=r"may not change on --resume: model.mlp \(.*, got relu\)"):
+    with pytest.raises(
+        UserError, match=r"may not change on --resume: model.mlp \(.*, got 'relu'\)"
+    ):
         parse_train(["--resume", str(run), f"--custom={file}", "--model.mlp", "relu"])
 
 
@@ -346,6 +351,23 @@ def test_a_file_that_has_changed_is_said(run, file, capsys):
     assert f"{file} has changed since" in capsys.readouterr().out
     assert list(custom_sources(loaded.config.model)) == [file]
     assert changed_sources(run / "nothing", loaded.config.model) == []
+
+
+def test_the_source_of_a_block_is_what_was_executed(file):
+    """An editor may write the file while a model is trained, or between two cells of a notebook."""
+    named = ModelConfig(mlp=f"{file}:Twice")
+    before = load_custom(named)
+    edited = SOURCE.replace("2 * x", "3 * x")
+    Path(file).write_text(edited)
+    assert custom_sources(before) == {file: SOURCE.encode()}
+    after = load_custom(named)
+    assert custom_sources(after) == {file: edited.encode()}
+    assert custom_sources(before) == {file: SOURCE.encode()}
+    first, second, third = (x.mlp for x in (before, after, load_custom(named)))
+    assert all(isinstance(x, CustomBlock) for x in (first, second, third))
+    assert first != second == third
+    blocks: list[Any] = [x.block for x in (first, second) if isinstance(x, CustomBlock)]
+    assert [float(block(TINY, key=None)(jnp.ones((1, 1)))[0, 0]) for block in blocks] == [2, 3]
 
 
 def test_a_config_without_custom_blocks_is_not_changed():

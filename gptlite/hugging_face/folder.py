@@ -20,8 +20,8 @@ from gptlite.hugging_face.architectures import (
 )
 from gptlite.hugging_face.hub import INDEX, fetch, find_folder
 from gptlite.hugging_face.tokenizer import read_hf_tokenizer, to_hf_tokenizer
-from gptlite.machine.fields import CONTROL
 from gptlite.machine.files import behind_links, open_regular, write_atomically, write_json
+from gptlite.machine.printed import CONTROL
 from gptlite.machine.records import read_record
 from gptlite.runs.model import abstract_model
 from gptlite.runs.run import Run

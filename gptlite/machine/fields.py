@@ -3,19 +3,16 @@
 import abc
 import dataclasses
 import functools
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from gptlite.errors import require
+from gptlite.machine.printed import CONTROL
 
 # Array sizes and counts: JAX indexes with 32 bits.
 MAX_INT32 = 2**31 - 1
-# Control characters; separators of lines and paragraphs; characters that change the direction of
-# the text after them; halves of a pair, which cannot be printed.
-CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 # The largest number in float32.
 MAX_FLOAT32 = 3.4e38
 
@@ -103,7 +100,7 @@ def changed(before: Any, after: Any, occasion: Occasion) -> list[str]:
     and are."""
     new = dict(settled(after, occasion))
     return [
-        f"{name} ({old}, got {new[name]})"
+        f"{name} ({old!r}, got {new[name]!r})"
         for name, old in settled(before, occasion)
         if new[name] != old
     ]

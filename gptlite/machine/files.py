@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 from filelock import FileLock, Timeout
 
 from gptlite.errors import UserError, require
-from gptlite.machine.fields import CONTROL
+from gptlite.machine.printed import CONTROL
 from gptlite.machine.progress import log
 
 # Bytes of a JSON file. The largest tokenizer that gptlite writes has 6 million.

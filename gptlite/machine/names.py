@@ -122,11 +122,19 @@ def is_custom(value: str) -> bool:
 
 
 class CustomBlock(str):
-    """The name of a custom block in a config, with its options; and the class itself."""
+    """The name of a custom block in a config, with its options; and the class itself.
+
+    **Raises:** `UserError` if the class is not built from `(config, *, key)`."""
 
     block: type
 
     def __new__(cls, name: str, block: type):
+        try:
+            inspect.signature(block).bind(None, key=None)
+        except (TypeError, ValueError) as error:  # ValueError: a class that is built in
+            raise UserError(
+                f"{name} must be built from (config, *, key), with a ModelConfig: {error}."
+            ) from error
         self = super().__new__(cls, name)
         self.block = block
         return self

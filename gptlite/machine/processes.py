@@ -22,7 +22,8 @@ from typing import Annotated, Any, NoReturn
 
 from gptlite.errors import UserError, require
 from gptlite.machine.fields import MAX_INT32, Between, check_fields
-from gptlite.machine.progress import log, print_error, printable, sentence_of
+from gptlite.machine.printed import printable
+from gptlite.machine.progress import log, print_error, sentence_of
 
 # Where processes publish the errors that end them, in the store of JAX's coordination service.
 ERRORS = "gptlite/errors/"

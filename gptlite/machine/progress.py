@@ -1,4 +1,4 @@
-"""Log lines and progress bars, on standard output, and what a terminal may be shown."""
+"""Log lines and progress bars, on standard output."""
 
 import re
 import sys
@@ -7,23 +7,10 @@ from typing import TextIO
 from tqdm import tqdm
 
 from gptlite.errors import UserError
-from gptlite.machine.fields import CONTROL
+from gptlite.machine.printed import printable
 
 # Characters of an error message.
 MAX_SENTENCE = 4000
-
-
-def printable(text: str) -> str:
-    """`text` with escapes such as `\\x1b` in place of characters that a terminal would obey. Text
-    from a model, a run folder or a file may have any."""
-
-    def escaped(match: re.Match[str]) -> str:
-        character = match[0]
-        if character in "\t\n":
-            return character
-        return character.encode("unicode_escape").decode("ascii")
-
-    return CONTROL.sub(escaped, text)
 
 
 def log(message: str, file: TextIO | None = None) -> None:

@@ -15,8 +15,7 @@ Start = int | PerSequence
 class Context(eqx.Module):
     """Facts about a layer's input. Default: a whole sequence without padding.
 
-    It is one object, so that a new kind of layer adds a field here, and not an argument to all
-    other layers.
+    It is one object: a new kind of layer adds a field here, and no argument to all other layers.
     """
 
     start: Start = 0

@@ -97,8 +97,7 @@ def _attend(
     if dropout_key is not None:
         weights = eqx.nn.Dropout(dropout)(weights, key=dropout_key)
     # The product with V is divided by the sum, because it has fewer numbers than the weights. For
-    # a single query, XLA's CPU compiler would repeat the division for every output of the next
-    # layer.
+    # a single query, XLA's CPU compiler would divide again for every output of the next layer.
     single = queries == 1
     weights = (weights / total if single else weights).astype(value.dtype)
     out = product(weights.reshape(*grouped, keys), jnp.swapaxes(value, -1, -2))

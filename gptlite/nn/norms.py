@@ -1,7 +1,6 @@
 """Normalisation over the last axis, for any leading axes (`eqx.nn`'s norms take one vector).
 
-Statistics are computed in at least float32: in half precision, sums of squares overflow and lose
-digits.
+Statistics are computed in at least float32: half precision loses digits, and its sums overflow.
 """
 
 from dataclasses import dataclass

@@ -34,8 +34,6 @@ from gptlite.text.tokens import Split
 
 # Interleaved dispatches that time a variant against the base.
 TIMED_DISPATCHES = 5
-# Bytes of a variant's file, with all its seeds and evaluations.
-MAX_RECORD = 2**28
 # Share of the free memory that seeds may fill together.
 MEMORY_SHARE = 0.6
 
@@ -186,7 +184,7 @@ class Comparison:
             empty = {"steps": None, "evaluated_at": [], "curves": {}, "seconds": {}}
             return {"settings": settings, **empty}
         try:
-            record = msgspec.to_builtins(read_record(path, _Record, MAX_RECORD))
+            record = msgspec.to_builtins(read_record(path, _Record))
         except (OSError, ValueError) as error:
             raise UserError(f"{path} is damaged: {error}. Delete it to train it again.") from error
         before = record["settings"]

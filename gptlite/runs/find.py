@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from gptlite.errors import UserError, require
-from gptlite.machine.fields import CONTROL
 from gptlite.machine.files import check_folder_name
+from gptlite.machine.printed import CONTROL
 
 RUNS_FOLDER = Path("runs")
 # The folder of checkpoints in a run's.

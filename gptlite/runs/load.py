@@ -92,9 +92,8 @@ def _checkpoint(run: Path, weights: Literal["best", "last"]) -> Path:
     best = best_step(run)
     if best is not None:
         return checkpoint_of(run, best.step)
-    newest = newest_summary(run)
     require(
-        newest is not None and newest.last.get("step") == steps[0],
+        newest_summary(run) is not None,
         f"The run {run} has no best weights: the record of {checkpoint_of(run, steps[0])} is "
         "damaged. Use its last ones (sample.py --weights last), or resume it (train.py --resume).",
     )

@@ -47,9 +47,11 @@ class Summary(msgspec.Struct, frozen=True):
     """The part of a checkpoint's record that is about its model."""
 
     last: dict[str, Count | Number | None]
-    """The last line of metrics."""
+    """The last line of metrics, which may be of an earlier step; empty before the first one."""
     parameters: Count
     """Numbers in the model, with those that are frozen."""
+    position: Any
+    """Where training was: a record, with the `step`."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +92,11 @@ def best_step(run: Path) -> Evaluated | None:
 def _summary(path: Path) -> Summary | None:
     try:
         check_files(path / "record", MAX_OTHER)
-        return msgspec.convert(read_fields(path), Summary)
+        summary = msgspec.convert(read_fields(path), Summary)
     except (OSError, ValueError):
         return None
+    is_its_own = isinstance(x := summary.position, dict) and str(x.get("step")) == path.name
+    return summary if is_its_own else None
 
 
 def load_model(path: Path, abstract: GPT, is_frozen: Callable[[str], bool]) -> GPT:

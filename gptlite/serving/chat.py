@@ -46,7 +46,8 @@ class ChatTemplate:
         self._process = BoundedProcess(worker, words, 2 * SECONDS, broken)
         error = self._process.ask({"template": template, "special": special})["error"]
         if error is not None:
-            raise UserError(f"The model's chat template has an error: {error[:300]}.")
+            reason = error[:300].removesuffix(".")
+            raise UserError(f"The model's chat template has an error: {reason}.")
         # Special tokens are recognised in the template's text, unlike in a prompt.
         self._plain = tokenizer
         self._tokenizer = library_tokenizer(tokenizer.to_json()["tokenizer"])
@@ -68,7 +69,8 @@ class ChatTemplate:
             self._plain.encode(unicodedata.normalize("NFC", content))
         answer = self._process.ask(messages)
         if answer["error"] is not None:
-            raise UserError(f"The chat template refuses these messages: {answer['error']}.")
+            reason = answer["error"].removesuffix(".")
+            raise UserError(f"The chat template refuses these messages: {reason}.")
         check_text("messages", answer["text"])
         check_length("chat", answer["text"], most)
         with told("The tokenizer cannot encode this chat"):

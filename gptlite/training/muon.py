@@ -36,8 +36,7 @@ def scale_by_orthogonalization() -> optax.GradientTransformation:
     """Orthogonalises updates `[n_layers, d_out, d_in]` and multiplies each by
     `sqrt(max(d_out, d_in) / min(d_out, d_in))`, so that a wide matrix learns as fast as a square.
 
-    Matrices of one shape, transposed or not, are batched, and each device does its share of every
-    batch.
+    Matrices of one shape, transposed or not, are batched. Each device does its share of a batch.
     """
 
     def update(updates, params):

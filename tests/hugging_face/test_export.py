@@ -116,7 +116,7 @@ def test_training_starts_from_other_weights(place, source):
     ("words", "said"),
     [
         (["--model.n-layers", "2"], "set by the model hf:out: model.n_layers (1, got 2)"),
-        (["--data.tokenizer", "byte"], "data.tokenizer (hf:out, got byte)"),
+        (["--data.tokenizer", "byte"], "data.tokenizer ('hf:out', got 'byte')"),
         (["--model.context-length", "17"], "must be at most 16, that of hf:out, got 17"),
         (["--resume", "one"], "leave --init-from out"),
     ],

@@ -192,6 +192,16 @@ def test_weights_that_were_not_evaluated_are_the_last_and_not_the_best(run):
     np.testing.assert_array_equal(load(run, "last").model.norm.weight, norm + 1)
 
 
+@pytest.mark.parametrize("last", [{}, {"step": 5, "train_loss": 2.0}])
+def test_a_run_that_was_saved_between_two_lines_of_metrics_has_its_last_weights(run, last, capsys):
+    """Before its first evaluation."""
+    file = run / "checkpoints" / "7" / "record" / "metadata"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"last": last}))
+    norm = np.asarray(MODEL.norm.weight)
+    np.testing.assert_array_equal(load(run).model.norm.weight, norm)
+    assert "was evaluated: its last weights are used" in capsys.readouterr().out
+
+
 def test_what_is_no_run_and_no_checkpoint_is_not_the_newest(run, saved, tmp_path, monkeypatch):
     """Whatever lies in the folder of runs."""
     monkeypatch.setattr(find, "RUNS_FOLDER", tmp_path / "runs")

@@ -8,19 +8,21 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tyro
 from conftest import ROOT, TEXT, run_script
 from support.runs import weights
 
 import gptlite
 import sample
 import train
-from gptlite.cli import exit_on_error, parse_sample, parse_train
+from gptlite.cli import exit_on_error, parse_sample, parse_train, parse_words
 from gptlite.errors import UserError
 from gptlite.estimate.__main__ import estimate, parse_estimate
 from gptlite.generation.text import TextStream
@@ -212,6 +214,11 @@ def test_messages_have_no_control_characters(capsys):
     assert "\x1b" not in found.err
 
 
+def test_the_message_of_an_error_has_no_control_characters():
+    """Python shows it, too."""
+    assert str(UserError("weights hold \x1b[31mx")) == r"weights hold \x1b[31mx"
+
+
 def test_a_control_character_in_an_argument_is_repeated_as_an_escape(place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     for script in (sample, train):
@@ -220,6 +227,15 @@ def test_a_control_character_in_an_argument_is_repeated_as_an_escape(place, monk
         assert "\x1b[2J" not in error
         assert r"\x1b[2J" in error
     sample.sample(parse_sample(["--prompt", "The", "--stop", "\x07", "--max-new-tokens", "2"]))
+
+
+def test_a_function_is_called_once_for_its_words():
+    def main(folder: Annotated[str, tyro.conf.Positional], *, times: int = 1) -> None:
+        called.append((folder, times))
+
+    called: list[tuple[str, int]] = []
+    parse_words(main, ["a\x1bb", "--times=2"])
+    assert called == [("a\x1bb", 2)]
 
 
 def test_a_prompt_file_keeps_its_line_ends(place, monkeypatch, capsys):
