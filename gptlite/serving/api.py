@@ -147,8 +147,8 @@ class Chat(Knobs):
         super().__post_init__()
         require(
             bool(self.messages) and all(map(_is_message, self.messages)),
-            "messages must be a list of objects with a role and a content, both texts, got "
-            f"{str(self.messages)[:300]}.",
+            "messages must be a list of objects with a role, a content and perhaps a name, all "
+            f"texts, got {str(self.messages)[:300]}.",
         )
         require(
             len(self.messages) <= MAX_MESSAGES,
@@ -157,15 +157,25 @@ class Chat(Knobs):
         for name in ("tool_calls", "function_call", "audio"):
             given = next((x[name] for x in self.messages if x.get(name)), None)
             require(not given, f"{name} in messages is not supported, got {given!r}.")
+        require(
+            self.logprobs or not self.top_logprobs,
+            f"top_logprobs needs logprobs: true, got {self.top_logprobs} without.",
+        )
 
     @property
     def turns(self) -> list[dict[str, str]]:
-        """The role and the text of each message."""
-        return [{"role": x["role"], "content": _text_of(x.get("content"))} for x in self.messages]
+        """The role and the text of each message, and the name of who wrote it, if it says that."""
+        return [
+            {"role": x["role"], "content": _text_of(x.get("content"))}
+            | ({"name": x["name"]} if x.get("name") else {})
+            for x in self.messages
+        ]
 
 
 def _is_message(message: Any) -> bool:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return False
+    if not isinstance(message.get("name", ""), str | NoneType):
         return False
     # That of an assistant may be null.
     may_lack = message["role"] == "assistant"

@@ -233,6 +233,25 @@ def test_what_a_message_says_beyond_its_text_is_refused_by_its_name(name):
         parse(Chat, body_of(Chat, messages=messages))
 
 
+def test_a_template_is_given_the_names_of_those_who_write():
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "a", "name": "Ann"},
+        {"role": "user", "content": "b"},
+    ]
+    turns = [messages[0], {"role": "user", "content": "b"}]
+    assert parse(Chat, body_of(Chat, messages=[*messages])).turns == turns
+    messages[1]["name"] = None
+    assert parse(Chat, body_of(Chat, messages=messages)).turns == turns
+    with pytest.raises(UserError, match="perhaps a name, all texts"):
+        parse(Chat, body_of(Chat, messages=[messages[0] | {"name": 3}]))
+
+
+def test_rivals_without_log_probabilities_are_refused():
+    assert parse(Chat, body_of(Chat, logprobs=True, top_logprobs=2)).top_logprobs == 2
+    with pytest.raises(UserError, match="top_logprobs needs logprobs: true, got 2 without"):
+        parse(Chat, body_of(Chat, top_logprobs=2))
+
+
 @pytest.mark.parametrize(
     ("template", "sentence"),
     [
