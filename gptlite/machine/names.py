@@ -124,13 +124,16 @@ def is_custom(value: str) -> bool:
 class CustomBlock(str):
     """The name of a custom block in a config, with its options; and the class itself.
 
-    **Raises:** `UserError` if the class is not built from `(config, *, key)`."""
+    **Raises:** `UserError` if the class is not built from `(config, *, key)`, and perhaps `causal`.
+    """
 
     block: type
 
     def __new__(cls, name: str, block: type):
         try:
-            inspect.signature(block).bind(None, key=None)
+            signature = inspect.signature(block)
+            given = {"causal": True} if "causal" in signature.parameters else {}  # of an encoder
+            signature.bind(None, key=None, **given)
         except (TypeError, ValueError) as error:  # ValueError: a class that is built in
             raise UserError(
                 f"{name} must be built from (config, *, key), with a ModelConfig: {error}."
