@@ -3,7 +3,7 @@
     text -> tokens -> batches -> model -> loss -> update -> checkpoint -> generated text
 
 All public functions are annotated with shapes. The import hook below makes beartype check them
-while JAX traces: errors name the function, the argument and the axes. Programs have no checks.
+while JAX traces: an error names function, argument and axes. Compiled programs have no checks.
 """
 
 import os

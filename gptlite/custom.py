@@ -36,9 +36,9 @@ from gptlite.machine.names import (
 Source = str | Path | type
 Custom = Source | Sequence[Source]
 
-# The source of each class that was loaded, as it was executed: its file may change. Its module has
-# it, too.
+# The attribute of a loaded module that has its source as it was executed: its file may change.
 _SOURCE = "__executed__"
+# That source, for each loaded class: the module may be replaced.
 _EXECUTED: weakref.WeakKeyDictionary[type, bytes] = weakref.WeakKeyDictionary()
 
 
@@ -261,13 +261,13 @@ def load_class(name: str) -> type:
             with hook, _source_only():
                 module = importlib.import_module(stem)
             setattr(module, _SOURCE, source)
-            require(path.read_bytes() == source, "it has changed meanwhile")
         except Exception as error:
             sys.modules.pop(stem, None)
             what = f"{type(error).__name__}: {error}"
             raise UserError(f"{file} cannot be loaded: {what} (--debug shows where).") from error
         finally:
             sys.path.remove(str(path.parent))
+        require(path.read_bytes() == source, f"{file} changed while it was loaded: try again.")
     require(
         getattr(module, "__file__", None) == str(path),
         f"{file} cannot be loaded: a module {stem} is loaded already; rename it.",

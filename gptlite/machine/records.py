@@ -14,8 +14,8 @@ T = TypeVar("T")
 
 # A number that training could have written: finite, and so small that a few do not overflow.
 Number = Annotated[float, msgspec.Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]
-Positive = Annotated[float, msgspec.Meta(ge=0, le=MAX_NUMBER)]
-"""A number, or 0, such as a time or a loss."""
+NotNegative = Annotated[float, msgspec.Meta(ge=0, le=MAX_NUMBER)]
+"""Such as a time or a loss."""
 Natural = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT32)]
 
 

@@ -24,7 +24,7 @@ from gptlite.machine.fields import MAX_INT32, settled
 from gptlite.machine.files import write_json
 from gptlite.machine.memory import free_memory
 from gptlite.machine.pytrees import count_parameters
-from gptlite.machine.records import Positive, read_record
+from gptlite.machine.records import NotNegative, read_record
 from gptlite.research.seeds import SeedsProgress, fit_seeds
 from gptlite.research.statistics import Verdict, judge
 from gptlite.runs.frozen import trainable
@@ -77,9 +77,9 @@ class _Record(msgspec.Struct):
     """Everything that decides what it learns."""
     steps: Annotated[int, msgspec.Meta(ge=1, le=MAX_INT32)]
     evaluated_at: list[Annotated[int, msgspec.Meta(ge=1)]]
-    curves: dict[str, list[Positive | None]]
+    curves: dict[str, list[NotNegative | None]]
     """By the seed; None: not finite."""
-    seconds: dict[str, Positive]
+    seconds: dict[str, NotNegative]
 
     def __post_init__(self):
         in_order = [0, *sorted(set(self.evaluated_at))]

@@ -19,7 +19,7 @@ from gptlite.config import MeshConfig
 from gptlite.errors import UserError, require
 from gptlite.machine.mesh import is_on_cpu, mesh_shape, whole
 from gptlite.machine.pytrees import size_of
-from gptlite.machine.records import Number, Positive
+from gptlite.machine.records import NotNegative, Number
 from gptlite.runs.stored import MAX_OTHER, MODEL, Summary, as_user_error, open_arrays, read_fields
 from gptlite.runs.weights import fill, named_leaves
 from gptlite.training.fit import Position
@@ -33,7 +33,7 @@ class Record(Summary, frozen=True, forbid_unknown_fields=True):
     """
 
     position: Position
-    seconds: Positive
+    seconds: NotNegative
     """Wall-clock time of all processes that trained the run."""
     corpus_sha256: str
     frozen_sha256: str
