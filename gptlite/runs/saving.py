@@ -9,6 +9,7 @@ import functools
 import logging
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -217,9 +218,11 @@ class _Writing:
 def _silence_orbax() -> None:
     """Stop Orbax from logging, in the whole process. It logs every phase of every save, and errors
     that it raises as well. When several operations fail together, it raises the error of one and
-    closes its event loop; Python reports the others when it collects them."""
+    closes its event loop; Python reports the others, and those not yet started, when it collects
+    them."""
     from absl import logging as absl_logging
 
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     absl_logging.set_verbosity(absl_logging.FATAL)
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     before = sys.unraisablehook
