@@ -1,6 +1,7 @@
 """The parts of docs/code.md: which file is in which, who may import whom, how much is core."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,9 +52,14 @@ def part_of(module: str) -> str:
     return PARTS[max(fitting, key=len)]
 
 
+@functools.cache
+def parsed(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text(encoding="utf-8"))
+
+
 def imports(module: str, *, at_start: bool = False) -> Iterator[str]:
     """The package's modules that a module imports; `at_start`: when it is itself imported."""
-    pending: list[ast.AST] = [ast.parse(MODULES[module].read_text(encoding="utf-8"))]
+    pending: list[ast.AST] = [parsed(module)]
     while pending:
         node = pending.pop()
         if at_start and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -102,7 +108,7 @@ def test_blocks_know_only_errors_bounds_and_the_mesh():
 
 @pytest.mark.parametrize("script", ["train", "sample"])
 def test_the_first_scripts_use_public_names_only(script):
-    tree = ast.parse(MODULES[script].read_text(encoding="utf-8"))
+    tree = parsed(script)
     used = {
         node.attr
         for node in ast.walk(tree)

@@ -17,10 +17,12 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 from conftest import TEXT
+from support.forked import FORKED
 
 from gptlite.errors import UserError
 from gptlite.hugging_face import dataset_worker, datasets
 from gptlite.hugging_face.bpe import train_bpe
+from gptlite.machine import bounded
 from gptlite.runs.corpora import load_corpus
 from gptlite.runs.tokenizers import make_tokenizer
 from gptlite.text import tokens
@@ -29,6 +31,12 @@ from gptlite.text.tokenizer import ByteTokenizer, Tokenizer
 from gptlite.text.tokens import Split, split_corpus
 
 TEXTS = [f"{number}: {line}" for number, line in enumerate(TEXT.split("\n")) if line]
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch):
+    """Tests of the scripts begin new processes."""
+    monkeypatch.setattr(bounded, "subprocess", FORKED)
 
 
 def documents(name: object) -> Corpus:
@@ -360,9 +368,9 @@ def test_files_with_other_names_and_forms_are_datasets(tmp_path, name, content, 
 
 def refuses(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading the dataset breaks its limits, and that is said."""
-    monkeypatch.setattr(datasets, "SECONDS", 3)
+    monkeypatch.setattr(datasets, "SECONDS", 1)
     monkeypatch.setattr(datasets, "MEMORY", 2**28)
-    words = r"cannot be read: .* more than 3 s .* or 256 MiB|reserve memory|out of memory|as one"
+    words = r"cannot be read: .* more than 1 s .* or 256 MiB|reserve memory|out of memory|as one"
     with pytest.raises(UserError, match=words):
         for _ in documents(path).read(None):
             pass

@@ -74,16 +74,16 @@ def test_a_run_begins_from_one_with_a_class_of_its_own(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("model", "words"),
+    ("make", "words"),
     [
-        (gl.GPT(TINY, 13, key=jax.random.key(0)), "has 13 ids, and the tokenizer 256"),
-        (eqx.nn.Identity(), "is of a GPT, got Identity"),
+        (lambda: gl.GPT(TINY, 13, key=jax.random.key(0)), "has 13 ids, and the tokenizer 256"),
+        (eqx.nn.Identity, "is of a GPT, got Identity"),
     ],
 )
-def test_what_is_no_model_for_the_tokenizer_is_refused(model, words, tmp_path, monkeypatch):
+def test_what_is_no_model_for_the_tokenizer_is_refused(make, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(gl.UserError, match=words):
-        gl.save_run("mine", model, gl.make_tokenizer("byte"))
+        gl.save_run("mine", make(), gl.make_tokenizer("byte"))
     assert not (tmp_path / "runs").exists()
 
 

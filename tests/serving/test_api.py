@@ -383,7 +383,7 @@ def test_a_client_that_goes_away_frees_its_rows(address, stream):
 def test_a_client_that_does_not_read_is_cut_off(stream, monkeypatch):
     monkeypatch.setattr(memory_module, "SEND_SECONDS", 0.2)
     monkeypatch.setattr(server_module, "HEAD_SECONDS", 0.2)
-    body = {"model": NAME, "prompt": "a", "max_tokens": 5000, "n": 4, "logprobs": 20}
+    body = {"model": NAME, "prompt": "a", "max_tokens": 2000, "n": 4, "logprobs": 20}
     content = json.dumps(body | {"stream": stream}).encode()
     with serving() as address, socket.socket() as silent:
         silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -404,7 +404,7 @@ def test_a_client_that_does_not_read_is_cut_off(stream, monkeypatch):
 
 def test_a_client_that_reads_slowly_is_given_all(monkeypatch):
     monkeypatch.setattr(server_module, "HEAD_SECONDS", 0.2)
-    body = {"model": NAME, "prompt": "a", "max_tokens": 3000, "n": 4, "logprobs": 20}
+    body = {"model": NAME, "prompt": "a", "max_tokens": 2000, "n": 4, "logprobs": 20}
     with serving() as address, socket.socket() as slow:
         monkeypatch.setattr(address.server.config, "timeout_keep_alive", 0.1)
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

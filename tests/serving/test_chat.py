@@ -120,7 +120,7 @@ NESTED = "{% for a in messages %}" * 25 + "{% endfor %}" * 25
 def test_a_template_that_breaks_its_limits_is_not_compiled(
     tokenizer, tmp_path, template, sentence, monkeypatch
 ):
-    monkeypatch.setattr(chat_module, "SECONDS", 2)
+    monkeypatch.setattr(chat_module, "SECONDS", 1)
     write(tmp_path, template)
     with pytest.raises(UserError, match=sentence):  # Jinja leaves some of it to the first chat
         read_chat_template(tmp_path, tokenizer).encode([], MOST)  # pyright: ignore
@@ -133,7 +133,7 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{{ a }}{% endfo
 def test_a_template_that_breaks_its_limits_is_out_of_use_and_all_else_serves_on(
     tokenizer, tmp_path, template, monkeypatch
 ):
-    monkeypatch.setattr(chat_module, "SECONDS", 2)
+    monkeypatch.setattr(chat_module, "SECONDS", 1)
     write(tmp_path, template)
     chat = read_chat_template(tmp_path, tokenizer)
     assert chat is not None

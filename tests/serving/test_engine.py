@@ -1,5 +1,6 @@
 """Texts generated together are those that `generate` makes alone."""
 
+import functools
 import threading
 import time
 
@@ -491,6 +492,19 @@ def test_a_layer_that_keeps_nothing_for_each_text_is_refused():
         Engine(tiny_model(attention=WithoutRows), max_rows=4, max_waiting=4)
 
 
+# Tokens, and how they are drawn.
+LONG = (2000, SamplingConfig(0.9))
+
+
+def long_prompt(size):
+    return [i % VOCAB for i in range(size)]
+
+
+@functools.cache
+def long_alone(n_prompt, seed):
+    return alone(tiny_model(), long_prompt(n_prompt), *LONG, seed=seed)
+
+
 @pytest.mark.parametrize("n_prompt", [3, C])
 @pytest.mark.parametrize("max_rows", [2, 8])
 def test_rows_and_memory_are_shared_in_time(start, monkeypatch, n_prompt, max_rows):
@@ -502,8 +516,7 @@ def test_rows_and_memory_are_shared_in_time(start, monkeypatch, n_prompt, max_ro
     if max_rows > 2:  # memory has room for two, and for what waits
         memory = engine._batch.memory(2, C) + engine._batch.memory(1, C)
         monkeypatch.setattr(engine, "_memory", memory)
-    prompt = [i % VOCAB for i in range(n_prompt)]
-    long = [Client(prompt, 4000, SamplingConfig(0.9), seed=seed) for seed in range(3)]
+    long = [Client(long_prompt(n_prompt), *LONG, seed=seed) for seed in range(3)]
     engine.submit([client.text for client in long])
     while not all(client.pieces for client in long[:2]):
         time.sleep(0.001)
@@ -513,7 +526,7 @@ def test_rows_and_memory_are_shared_in_time(start, monkeypatch, n_prompt, max_ro
     for client in short:
         assert client.result == alone(model, [1, 2], 30, seed=9)
     for seed, client in enumerate(long):
-        assert client.result == alone(model, prompt, 4000, SamplingConfig(0.9), seed=seed)
+        assert client.result == long_alone(n_prompt, seed)
     assert max(client.ended for client in short) < min(client.ended for client in long)
     assert not engine._batch._aside
 
