@@ -7,6 +7,7 @@
 """
 
 import codecs
+import contextlib
 import functools
 import glob
 import itertools
@@ -428,15 +429,19 @@ def main(seconds: int, memory: int) -> None:
                 del readings[number]
         return {}
 
+    def end_after(idle: int) -> None:
+        with contextlib.suppress(AttributeError):  # Windows has no alarm
+            signal.alarm(idle)
+
     def answer_or_error(question: dict[str, Any]) -> dict[str, Any]:
-        signal.alarm(0)
+        end_after(0)
         try:
             return answer(question)
         except UserError as error:
             return {"error": str(error)}
         finally:
             if not readings:
-                signal.alarm(IDLE)
+                end_after(IDLE)
 
     answer_lines(answer_or_error, seconds, memory)
 

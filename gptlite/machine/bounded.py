@@ -47,7 +47,8 @@ class BoundedProcess:
     @property
     def may_begin_again(self) -> bool:
         """Whether it ended because it was not asked for long, or an answer was not waited for."""
-        return self._is_interrupted or self._process.poll() == -signal.SIGALRM
+        alarm = getattr(signal, "SIGALRM", None)  # Windows has none
+        return self._is_interrupted or (alarm is not None and self._process.poll() == -alarm)
 
     def ask(self, question: Any) -> Any:
         """The answer.

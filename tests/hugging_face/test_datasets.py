@@ -6,6 +6,7 @@ import functools
 import gzip
 import http.server
 import json
+import multiprocessing
 import os
 import signal
 import threading
@@ -17,7 +18,6 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 from conftest import TEXT
-from support.forked import FORKED
 
 from gptlite.errors import UserError
 from gptlite.hugging_face import dataset_worker, datasets
@@ -35,8 +35,11 @@ TEXTS = [f"{number}: {line}" for number, line in enumerate(TEXT.split("\n")) if 
 
 @pytest.fixture(autouse=True)
 def forked(monkeypatch):
-    """Tests of the scripts begin new processes."""
-    monkeypatch.setattr(bounded, "subprocess", FORKED)
+    """Tests of the scripts begin new processes, and so does Windows."""
+    if "forkserver" in multiprocessing.get_all_start_methods():
+        from support.forked import FORKED
+
+        monkeypatch.setattr(bounded, "subprocess", FORKED)
 
 
 def documents(name: object) -> Corpus:
@@ -592,6 +595,13 @@ def test_a_reading_that_is_interrupted_is_begun_again(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         list(corpus.read(None))
     assert list(corpus.read(None)) == ["one", "two"]
+
+
+def test_a_system_without_alarms_reads_as_others_do(tmp_path, monkeypatch):
+    monkeypatch.delattr(signal, "SIGALRM")
+    corpus = write_dataset(tmp_path / "a.jsonl", ["one", "two"])
+    for _ in range(2):
+        assert list(corpus.read(None)) == ["one", "two"]
 
 
 def test_two_readings_do_not_disturb_each_other(tmp_path):
