@@ -27,7 +27,6 @@ import numpy as np
 import pytest
 import tiktoken
 from hypothesis import settings
-from jax._src.interpreters import mlir
 
 from gptlite.config import ModelConfig
 from gptlite.errors import UserError
@@ -56,21 +55,17 @@ jax.config.update("jax_platforms", os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
 jax.config.update("jax_num_cpu_devices", int(os.environ["JAX_NUM_CPU_DEVICES"]))
 
-# All processes, and the next run of the suite, share compiled programs. Those that compile in less
-# than this are compiled again as quickly as they are read. `pytest --cache-clear` removes them.
+# All processes, and the next run of the suite, share compiled programs: a third of the time, when
+# they have been compiled before. `pytest --cache-clear` removes them.
 PROGRAMS = ROOT / ".pytest_cache" / "d" / "xla"
 for name, value in {
     "jax_compilation_cache_dir": str(PROGRAMS),
-    "jax_persistent_cache_min_compile_time_secs": 0.2,
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
     # Lines of the source, in every program, take a twentieth of the time.
     "jax_traceback_in_locations_limit": 0,
 }.items():
     given = os.environ.setdefault(name.upper(), str(value))
     jax.config.update(name, type(value)(given))
-
-# A context of MLIR for all programs, where JAX makes one for each: a tenth of the time.
-if hasattr(mlir, "make_ir_context"):
-    mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 
 # Half of the time is tracing, in Python, of which the search for garbage would take a tenth.
 gc.set_threshold(200_000, 20, 100)
