@@ -55,8 +55,8 @@ jax.config.update("jax_platforms", os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
 jax.config.update("jax_num_cpu_devices", int(os.environ["JAX_NUM_CPU_DEVICES"]))
 
-# All processes, and the next run of the suite, share compiled programs: a third of the time, when
-# they have been compiled before. `pytest --cache-clear` removes them.
+# All processes, and the next run of the suite, share compiled programs. A suite whose programs have
+# been compiled before takes a third less time. `pytest --cache-clear` removes them.
 PROGRAMS = ROOT / ".pytest_cache" / "d" / "xla"
 for name, value in {
     "jax_compilation_cache_dir": str(PROGRAMS),

@@ -35,7 +35,7 @@ TEXTS = [f"{number}: {line}" for number, line in enumerate(TEXT.split("\n")) if 
 
 @pytest.fixture(autouse=True)
 def forked(monkeypatch):
-    """Tests of the scripts begin new processes, and so does Windows."""
+    """Processes that read are forked, except on Windows. Tests of the scripts begin new ones."""
     if "forkserver" in multiprocessing.get_all_start_methods():
         from support.forked import FORKED
 
@@ -598,7 +598,7 @@ def test_a_reading_that_is_interrupted_is_begun_again(tmp_path, monkeypatch):
 
 
 def test_a_system_without_alarms_reads_as_others_do(tmp_path, monkeypatch):
-    monkeypatch.delattr(signal, "SIGALRM")
+    monkeypatch.delattr(signal, "SIGALRM", raising=False)
     corpus = write_dataset(tmp_path / "a.jsonl", ["one", "two"])
     for _ in range(2):
         assert list(corpus.read(None)) == ["one", "two"]

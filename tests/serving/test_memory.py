@@ -91,7 +91,8 @@ def test_large_answers_beyond_the_memory_are_refused(monkeypatch):
     assert "not read yet" in json.loads(body)["error"]["message"]
 
 
-@pytest.mark.parametrize(("stream", "leave"), [(False, True), (True, False)])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("leave", [False, True])
 def test_answers_that_are_not_read_are_counted(stream, leave, monkeypatch):
     body = {"model": NAME, "prompt": "a", "max_tokens": 3000, "logprobs": 20, "stream": stream}
     monkeypatch.setattr(memory, "MAX_OF_ONE", int(1.5 * memory.answer_bytes(3000, 20)))
