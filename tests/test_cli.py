@@ -68,10 +68,14 @@ def choices_of(hint: Any) -> tuple[str, ...]:
     return get_args(plain) if get_origin(plain) is Literal else hint.__metadata__[0].names
 
 
+def is_block(hint: Any) -> bool:
+    return get_origin(hint) is Annotated and isinstance(hint.__metadata__[0], BlockNames)
+
+
 def kinds_of(hint: Any) -> set[Any]:
+    if is_block(hint):
+        return {Literal}
     if get_origin(hint) is Annotated:
-        if isinstance(hint.__metadata__[0], BlockNames):
-            return {Literal}
         hint = hint.__origin__
     return {Literal} if get_origin(hint) is Literal else set(get_args(hint)) or {hint}
 
@@ -92,31 +96,41 @@ SAMPLE = dict([*plain(SampleArguments, ("sampling",)), *plain(SamplingConfig, ()
 FLAGS = TRAIN | SAMPLE
 
 
-def wrong_values(flags: dict[str, Any]) -> list[tuple[str, str]]:
-    """All of them for one flag of each type, whose words tyro parses, and the first three for the
-    others, which have ranges of their own."""
-    cases, seen = [], set()
+def wrong_values(flags: dict[str, Any]) -> Iterator[tuple[str, str, bool]]:
+    """Each flag with the first three of them, for its own range, and one of each type with the
+    others; and whether its words have to be parsed, as those of each type and names of blocks."""
+    seen = set()
     for flag, hint in flags.items():
-        kinds = kinds_of(hint)
         for kind in (bool, int, float, Literal):
-            if kind in kinds:
+            if kind in kinds_of(hint):
                 type_of = kind, get_origin(hint) is Annotated
-                values = WRONG[kind][:3] if type_of in seen else WRONG[kind]
-                if "--mesh." in flag:  # -1: what the others leave
-                    values = [value for value in values if value != "-1"]
-                cases += [(flag, value) for value in values]
+                for value in WRONG[kind][: 3 if type_of in seen else None]:
+                    if not ("--mesh." in flag and value == "-1"):  # what the others leave
+                        yield flag, value, type_of not in seen or is_block(hint)
                 seen.add(type_of)
                 break
-    return cases
 
 
-@pytest.mark.parametrize(("flag", "value"), wrong_values(TRAIN))
-def test_every_knob_of_training_refuses_what_is_out_of_its_range(flag, value):
+WORDS = [case[:2] for case in wrong_values(TRAIN) if case[2] or "." not in case[0]]
+RANGES = [case[:2] for case in wrong_values(TRAIN) if case[:2] not in WORDS]
+
+
+@pytest.mark.parametrize(("flag", "value"), WORDS)
+def test_a_knob_of_each_type_refuses_words_that_are_no_value(flag, value):
     sentence = str(refusal(parse_train, [f"{flag}={value}"]))
     name = flag.removeprefix("--")
     # After a flag that takes no value, tyro takes the value for another word, and names only that.
     is_bool = bool in kinds_of(FLAGS[flag])
     assert is_bool or name in sentence or name.replace("-", "_") in sentence, sentence
+
+
+@pytest.mark.parametrize(("flag", "word"), RANGES)
+def test_every_knob_of_training_refuses_what_is_out_of_its_range(flag, word):
+    """As the config is made: to parse the words of each takes as long as to try all."""
+    section, name = flag.removeprefix("--").replace("-", "_").split(".")
+    kind = next((kind for kind in (int, float) if kind in kinds_of(TRAIN[flag])), str)
+    with pytest.raises(UserError, match=name):
+        SECTIONS[section](**{name: kind(word)})
 
 
 def test_a_whole_number_in_place_of_a_fraction_is_one():
@@ -139,7 +153,7 @@ def test_a_number_that_is_not_in_float32_is_refused(value):
         TrainingConfig(save_seconds=value)
 
 
-@pytest.mark.parametrize(("flag", "value"), wrong_values(SAMPLE))
+@pytest.mark.parametrize(("flag", "value"), [case[:2] for case in wrong_values(SAMPLE)])
 def test_every_flag_of_sampling_refuses_what_is_out_of_its_range(flag, value):
     sentence = str(refusal(parse_sample, ["--prompt=x", f"{flag}={value}"]))
     name = flag.removeprefix("--")
@@ -320,6 +334,7 @@ CONFIGS = st.lists(
 )
 
 
+@pytest.mark.processes
 @settings(max_examples=120)
 @given(CONFIGS)
 def test_any_config_is_accepted_or_refused_with_a_sentence(words):

@@ -239,6 +239,7 @@ class Counting(ByteTokenizer):
         return super().encode(text)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "txt"])
 def test_one_that_is_stopped_goes_on_after_its_last_segment(tmp_path, monkeypatch, suffix):
     monkeypatch.setattr(tokens, "SEGMENT", 200)
@@ -347,6 +348,7 @@ def test_a_text_is_the_same_as_a_file_and_as_a_dataset(tmp_path, content):
     assert documents(tmp_path / "b.txt.gz").text == content.removeprefix("\ufeff")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -413,6 +415,7 @@ def a_hundred_columns_a_byte(folder: Path) -> None:
         file.write(b"text," + b"a," * (20 * 2**20) + b"b\nhi,\n")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "make",
     [
@@ -437,6 +440,7 @@ def test_columns_that_are_no_text_are_not_made(tmp_path, monkeypatch):
     assert list(documents(tmp_path).read(None)) == ["hi"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "begin", "end"),
     [
@@ -531,6 +535,7 @@ def test_a_card_names_files_in_its_folder_only(folder, card, words, name, begin,
         documents(folder)
 
 
+@pytest.mark.processes
 def test_a_value_of_a_parquet_file_that_stands_for_many_rows_is_read_for_a_few(
     tmp_path, monkeypatch
 ):

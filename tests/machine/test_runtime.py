@@ -51,6 +51,7 @@ def test_no_more_devices_are_made_of_a_cpu_than_can_share_a_batch():
         assert usable_cpu_devices(training, MeshConfig(tensor=tensor)) == found
 
 
+@pytest.mark.processes
 def test_compiled_programs_are_kept_in_the_users_cache_folder(tmp_path):
     cache, devices, least, _ = settings(XDG_CACHE_HOME=str(tmp_path))
     assert cache == str(tmp_path / "gptlite" / "xla")
@@ -59,6 +60,7 @@ def test_compiled_programs_are_kept_in_the_users_cache_folder(tmp_path):
     assert list((tmp_path / "gptlite" / "xla").iterdir())
 
 
+@pytest.mark.processes
 def test_jaxs_own_environment_variables_go_first(tmp_path):
     cache, devices, least, threads = settings(
         JAX_COMPILATION_CACHE_DIR=str(tmp_path),
@@ -68,6 +70,7 @@ def test_jaxs_own_environment_variables_go_first(tmp_path):
     assert [cache, devices, least, threads] == [str(tmp_path), 1, 0.5, None]
 
 
+@pytest.mark.processes
 def test_more_devices_than_cores_have_threads_to_wait_in(tmp_path):
     """Or they may wait for each other until XLA ends the process."""
     count = 2 * (os.cpu_count() or 1)

@@ -53,6 +53,7 @@ def test_without_exits_the_second_ctrl_c_is_a_keyboard_interrupt(capfd):
     assert capfd.readouterr().err.count("stopping after this step") == 1
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (HANGUP, 129)]
 )
@@ -65,6 +66,7 @@ def test_the_first_signal_lets_the_step_end(number, code):
     assert "stopping after this step" in error
 
 
+@pytest.mark.processes
 def test_the_second_signal_ends_it_at_once():
     process = start("wait")
     process.send_signal(signal.SIGTERM)

@@ -411,6 +411,7 @@ def test_presets_and_what_follows_them():
         parse_train(["--training.seed", "7", "s"])
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("script", ["train.py", "sample.py", "compare.py"])
 def test_help_answers_without_waiting_for_jax(script):
     program = (

@@ -107,6 +107,7 @@ def test_a_chat_that_cannot_fit_is_not_encoded(tokenizer, tmp_path):
 NESTED = "{% for a in messages %}" * 25 + "{% endfor %}" * 25
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("template", "sentence"),
     [
@@ -129,6 +130,7 @@ def test_a_template_that_breaks_its_limits_is_not_compiled(
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{{ a }}{% endfor %}{% endfor %}"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("template", [ENDLESS, "{{ messages[0].content * 3000000000 }}"])
 def test_a_template_that_breaks_its_limits_is_out_of_use_and_all_else_serves_on(
     tokenizer, tmp_path, template, monkeypatch
