@@ -77,8 +77,7 @@ class ModelConfig:
 
     d_ff: Annotated[int | None, Between(1, 10_000_000)] = None
     """Width inside the MLP. None: 4 d_model, or for swiglu and geglu, which have a third matrix,
-    8/3 d_model rounded up to a multiple of 8. With moe: the widths of a token's experts added
-    up."""
+    8/3 d_model rounded up to a multiple of 8. With moe: the sum over a token's experts."""
 
     context_length: Annotated[int, Between(1, 10_000_000), Free("weights")] = 256
     """Maximum number of tokens that the model attends to, in training and in generation."""
@@ -140,8 +139,7 @@ class ModelConfig:
     add to the residual stream."""
 
     attention_dropout: Annotated[float, Between(0.0, 0.99), Free("weights")] = 0.0
-    """Share of attention weights dropped in training. Above 0, a GPU cannot use its fused
-    attention."""
+    """Share of attention weights dropped in training. Above 0, no fused attention is used."""
 
     init: Literal["zero", "gpt2"] = "zero"
     """zero: standard deviation 1 / sqrt(d_model); matrices that write to the residual stream
@@ -396,8 +394,7 @@ class Config:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How the next token is drawn. The filters apply in this order, each to what the one before
-    it left."""
+    """How the next token is drawn. Each of these filters applies to what the one before it left."""
 
     temperature: Annotated[float, Between(0.0)] = 1.0
     """Divides the logits: below 1 sharpens the distribution, above 1 flattens it. 0: as --greedy.

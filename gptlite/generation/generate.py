@@ -111,8 +111,7 @@ def prepare(model: GPT, rows: int, *, share: bool = True) -> PreparedModel:
 
 
 def begins_with_rows(model: GPT, rows: int) -> bool:
-    """Whether the rows are the first axis of what every layer keeps. A custom one may keep other
-    things."""
+    """Whether the rows are the first axis of all that layers keep: custom ones may differ."""
     cache = eqx.filter_eval_shape(lambda model: model.init_cache((rows,)), model)
     return all(x.shape[:1] == (rows,) for x in jax.tree.leaves(cache.layers))
 

@@ -242,8 +242,10 @@ class Dataset:
         ones, and texts of what is none."""
         for shard, files in enumerate(files_iterables):
             for file in files:
+                keys: set[str] = set()
                 with xopen(file, "rb") as content:
                     for number, rows in enumerate(_json_rows(content)):
+                        keys.update(*rows)
                         names = [self._column] if self._column else _text_keys(rows)
                         columns = {name: [row.get(name) for row in rows] for name in names}
                         for text in itertools.chain(*columns.values()):
@@ -252,6 +254,9 @@ class Dataset:
                                 f"{self._name} has {text!r:.100} where a text is expected.",
                             )
                         yield Key(shard, number), pyarrow.table(columns)
+                # A row may leave it out, and a file have no rows.
+                if self._column and keys:
+                    self._check_name(keys, file)
 
     @functools.cached_property
     def _n_bytes(self) -> int:

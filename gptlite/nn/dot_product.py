@@ -41,8 +41,7 @@ def attend(
     **Arguments:**
 
     - `key`, `value`: may have fewer heads than `query`: successive heads share one.
-    - `mask`: False where a query may not see a key. A query that sees none gets some mean of
-      values.
+    - `mask`: False where a query may not see a key. One that sees none gets some mean.
     - `is_causal`: query i sees the keys 0 to i, with `window` the last `window` of these.
     - `starts`: a query sees no key before that place. With `is_causal`, it must be the place where
       the query's document begins: a TPU's kernel compares starts.

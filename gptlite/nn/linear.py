@@ -48,8 +48,7 @@ def project(
 
 
 def capped(logits: Float[Array, "*batch vocab"], cap: float | None) -> Float[Array, "*batch vocab"]:
-    """`cap · tanh(logits / cap)`, a smooth bound (Bello et al., 2016; Gemma 2, 2024). None: no
-    bound."""
+    """`cap · tanh(logits / cap)`, a smooth bound (Bello et al., 2016; Gemma 2, 2024), or none."""
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 

@@ -75,8 +75,7 @@ class MLP(eqx.Module):
 
 
 class GatedMLP(eqx.Module):
-    """`down(activation(gate(x)) · up(x))` (Shazeer, 2020, eq. 6): SwiGLU with SiLU, GEGLU with
-    GELU.
+    """`down(activation(gate(x)) · up(x))` (Shazeer, 2020, eq. 6): SwiGLU (SiLU), GEGLU (GELU).
 
     Validation loss against a ReLU² MLP with as many parameters, nats per token: SwiGLU -0.015 ±
     0.006, GEGLU -0.010 ± 0.008 (benchmarks/blocks.md).

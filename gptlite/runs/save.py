@@ -10,12 +10,12 @@ from gptlite.config import Config, DataConfig, MeshConfig, TrainingConfig
 from gptlite.errors import require
 from gptlite.machine.pytrees import count_parameters
 from gptlite.models.gpt import GPT
-from gptlite.runs.checkpoints import Record, describe_devices
+from gptlite.runs.checkpoints import Record, describe_devices, survey
 from gptlite.runs.find import CHECKPOINTS, new_run
 from gptlite.runs.folder import RunFolder
 from gptlite.runs.model import abstract_model, separator_of
 from gptlite.runs.run import Run
-from gptlite.runs.saving import Checkpoints
+from gptlite.runs.saving import Checkpoints, refuse_nan
 from gptlite.runs.weights import fill, named_arrays, named_leaves
 from gptlite.text.tokenizer import Tokenizer
 from gptlite.training.fit import Position
@@ -40,8 +40,8 @@ def save_run(
     - `training`: what it was trained with, for the run's config.
     - `overwrite`: replace the run of that name, if there is one.
 
-    **Raises:** `UserError` if the model is no `GPT` for the ids of the tokenizer, there is a run of
-    that name, or it cannot be written.
+    **Raises:** `UserError` if the model is no `GPT` for the ids of the tokenizer, a number in it is
+    NaN, there is a run of that name, or it cannot be written.
     """
     require(isinstance(model, GPT), f"A run is of a GPT, got {type(model).__name__}.")
     if model.config.lora is not None:
@@ -66,10 +66,13 @@ def save_run(
     record = Record(
         {"step": step}, count_parameters(whole), Position(step), 0.0, "", "", describe_devices(MESH)
     )
-    with RunFolder(new_run(name)) as folder:
+    state = TrainState(whole, (), jnp.asarray(step, jnp.int32))
+    path = new_run(name)
+    refuse_nan(survey(named_leaves(state)), f"run {path}")  # before a run of that name is lost
+    with RunFolder(path) as folder:
         folder.create(config, tokenizer, overwrite=overwrite)
         with contextlib.closing(Checkpoints(folder.path / CHECKPOINTS, 1)) as checkpoints:
-            checkpoints.save(TrainState(whole, (), jnp.asarray(step, jnp.int32)), record)
+            checkpoints.save(state, record)
             checkpoints.wait()
     return Run(folder.path, config, tokenizer, whole)
 

@@ -76,8 +76,7 @@ def _take(characters: int, pieces: Iterator[str]) -> Iterator[str]:
 
 
 def text_corpus(text: str | Callable[[], Iterator[str]], name: str = "text") -> Corpus:
-    """A text as a corpus: in memory, or a function that reads it, in pieces. Reads it once to the
-    end.
+    """A text, in memory or as a function that reads it in pieces, as a corpus. Reads it once.
 
     **Raises:** `UserError` if `text` is neither, or has fewer than two distinct characters.
     `Corpus.read` raises it at the end of a text that has changed since.

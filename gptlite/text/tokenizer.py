@@ -79,7 +79,9 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Integer[Array | np.ndarray, " tokens"]) -> str:
-        """The text of `ids`. Bytes that are no UTF-8 (which a model may generate) become U+FFFD."""
+        """The text of `ids`. Bytes that are no UTF-8 (which a model may generate) become U+FFFD.
+
+        **Raises:** `UserError` if one is not below `vocab_size`."""
         ...
 
     def boundary(self, text: str) -> int:
@@ -113,25 +115,38 @@ def _byte_lengths(tokenizer: Tokenizer) -> Integer[np.ndarray, " vocab"]:
 
 def n_bytes(tokenizer: Tokenizer, ids: Integer[Array | np.ndarray, " tokens"]) -> int:
     """UTF-8 bytes of the text of `ids`, from its beginning. What only says that a text ends is none
-    of them, nor is a space that the tokenizer adds."""
+    of them, nor is a space that the tokenizer adds.
+
+    **Raises:** `UserError` if one is no id of the tokenizer."""
+    ids = _known(tokenizer, ids)
     added = len(ids) > 0 and tokenizer.adds_space and tokenizer.token_bytes(int(ids[0]))[:1] == b" "
-    return int(_byte_lengths(tokenizer)[np.asarray(ids)].sum()) - added
+    return int(_byte_lengths(tokenizer)[ids].sum()) - added
+
+
+def _known(tokenizer: Tokenizer, ids: Integer[Array | np.ndarray, " tokens"]) -> np.ndarray:
+    ids, last = np.asarray(ids), tokenizer.vocab_size - 1
+    for i in ids[(ids < 0) | (ids > last)][:1]:
+        raise UserError(f"{i} is no id of the tokenizer, which has the ids from 0 to {last:,}.")
+    return ids
 
 
 class Decoding:
-    """The `decode` of a tokenizer, from its `token_bytes`."""
+    """What tokenizers share that are cut anywhere, and have no id for the start of a text."""
 
-    adds_space = False
+    start_ids, adds_space = (), False
 
     def decode(self: Tokenizer, ids: Integer[Array | np.ndarray, " tokens"]) -> str:
-        content = map(self.token_bytes, np.asarray(ids).tolist())
+        content = map(self.token_bytes, _known(self, ids).tolist())
         return b"".join(content).decode("utf-8", errors="replace")
+
+    def boundary(self, text: str) -> int:
+        return len(text)
 
 
 class CharTokenizer(Decoding):
     """One id per character: the sorted distinct characters of a text, as in nanoGPT."""
 
-    start_ids = end_ids = ()
+    end_ids = ()
 
     def __init__(self, characters: str):
         """`characters`: the vocabulary, sorted and distinct.
@@ -164,9 +179,6 @@ class CharTokenizer(Decoding):
             )
         return ids
 
-    def boundary(self, text: str) -> int:
-        return len(text)
-
     def token_bytes(self, token: int) -> bytes:
         return self.characters[token].encode("utf-8")
 
@@ -177,14 +189,11 @@ class CharTokenizer(Decoding):
 class ByteTokenizer(Decoding):
     """One id per byte of the UTF-8 text."""
 
-    start_ids = end_ids = ()
+    end_ids = ()
     vocab_size = padded_vocab_size = 256
 
     def encode(self, text: str) -> Ids:
         return np.frombuffer(utf8(text), np.uint8).astype(np.int32)
-
-    def boundary(self, text: str) -> int:
-        return len(text)
 
     def token_bytes(self, token: int) -> bytes:
         return bytes([token])
@@ -198,8 +207,6 @@ class TiktokenTokenizer(Decoding):
 
     **Raises:** `UserError` if it splits a text by none of `PATTERNS`.
     """
-
-    start_ids = ()
 
     def __init__(self, encoding: tiktoken.Encoding):
         check_pattern(encoding._pat_str)

@@ -191,8 +191,7 @@ class TrainSteps:
         count: Int[Array, ""],
         seed: Int[Array, ""],
     ) -> tuple[TrainState, StepMetrics]:
-        """The state after the first `count` of `batches`, and what each step reports. To be
-        compiled."""
+        """To be compiled: the state after the first `count` of `batches`, and the reports."""
         arrays, static = eqx.partition(state, eqx.is_array)
 
         def body(i, carry):

@@ -669,6 +669,19 @@ def test_csv_files_may_differ_in_all_but_the_texts(tmp_path):
         list(documents(tmp_path).read(None))
 
 
+def test_json_files_may_differ_in_all_but_the_texts(tmp_path):
+    for name, rows in {
+        "a": '{"n": 1, "text": "one"}\n',
+        "b": '{"m": 2}\n{"text": null}\n{"text": "two"}\n',
+        "c": "",
+    }.items():
+        (tmp_path / f"{name}.jsonl").write_text(rows)
+    assert list(documents(tmp_path).read(None)) == ["one", "two"]
+    (tmp_path / "d.jsonl").write_text('{"story": "a"}\n')
+    with pytest.raises(UserError, match=r"d\.jsonl has no column text"):
+        list(documents(tmp_path).read(None))
+
+
 def test_a_file_of_another_kind_is_refused(tmp_path):
     (tmp_path / "a.arrow").write_bytes(b"")
     with pytest.raises(UserError, match=r"a\.arrow is none of the files .* \.parquet, \.csv"):

@@ -37,6 +37,14 @@ def test_a_model_that_was_trained_in_python_is_a_run(tokenizer, tmp_path, monkey
     with pytest.raises(gl.UserError, match="There is a run at runs/mine already"):
         gl.save_run("mine", model, tokenizer)
     assert gl.save_run("mine", model, tokenizer, overwrite=True).config.training.steps == 1200
+    bad = eqx.tree_at(
+        lambda m: m.embedding.weight, model, replace_fn=lambda x: x.at[0, 0].set(np.nan)
+    )
+    with pytest.raises(
+        gl.UserError, match=r"run runs/mine is not written: model\.embedding\.weight"
+    ):
+        gl.save_run("mine", bad, tokenizer, overwrite=True)
+    assert eqx.tree_equal(gl.load("mine").model, model)
 
 
 def test_rows_that_the_tokenizer_asks_for_are_added(tmp_path, monkeypatch):

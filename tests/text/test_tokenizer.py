@@ -1,3 +1,4 @@
+import functools
 import json
 
 import numpy as np
@@ -11,7 +12,13 @@ from gptlite.errors import UserError
 from gptlite.hugging_face.tokenizer import HFTokenizer, to_hf_tokenizer
 from gptlite.runs.tokenizers import make_tokenizer, tokenizer_from_json
 from gptlite.text.corpus import documents, text_corpus
-from gptlite.text.tokenizer import PATTERNS, ByteTokenizer, CharTokenizer, TiktokenTokenizer
+from gptlite.text.tokenizer import (
+    PATTERNS,
+    ByteTokenizer,
+    CharTokenizer,
+    TiktokenTokenizer,
+    n_bytes,
+)
 
 
 @given(st.text(min_size=1))
@@ -45,7 +52,7 @@ def test_tiktokens_ids_are_those_of_plain_text(text):
     assert ids.tolist() == encoding.encode_ordinary(text)
 
 
-@pytest.mark.parametrize(
+of_each_kind = pytest.mark.parametrize(
     "tokenizer",
     [
         make_tokenizer("char", text_corpus("aé🙂\n")),
@@ -54,6 +61,9 @@ def test_tiktokens_ids_are_those_of_plain_text(text):
     ],
     ids=["char", "byte", "tiktoken"],
 )
+
+
+@of_each_kind
 def test_a_tokenizer_survives_json(tokenizer):
     again = tokenizer_from_json(json.loads(json.dumps(tokenizer.to_json())))
     assert type(again) is type(tokenizer)
@@ -61,6 +71,16 @@ def test_a_tokenizer_survives_json(tokenizer):
     text = "a🙂é\na"
     np.testing.assert_array_equal(again.encode(text), tokenizer.encode(text))
     assert again.decode(again.encode(text)) == text
+
+
+@of_each_kind
+def test_what_is_no_id_has_no_text_and_no_bytes(tokenizer):
+    """-1 is what `beam_search` gives after the end; NumPy and Python would count from the end."""
+    size = tokenizer.vocab_size
+    for i in (-1, size, 2**31 - 1):
+        for ask in (tokenizer.decode, functools.partial(n_bytes, tokenizer)):
+            with pytest.raises(UserError, match=rf"^{i} is no id .* from 0 to {size - 1:,}\.$"):
+                ask(np.array([0, i], np.int32))
 
 
 @pytest.mark.parametrize("record", [{}, {"kind": "word"}, {"kind": "char"}, {"kind": "tiktoken"}])
