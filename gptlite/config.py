@@ -284,7 +284,7 @@ class TrainingConfig:
     """Number format of activations and matrix products; parameters, norms, softmax, loss and
     optimizer stay in float32, and so do evaluation and sampling. auto: bfloat16 where the device
     has instructions for it (a CPU with AVX512-BF16 or AMX, a TPU, most GPUs), else float32, which
-    is faster there. The run's config says which one it is."""
+    is faster there, as for modules without a Stack. The run's config says which one it is."""
 
     cpu_devices: Annotated[int, Between(1, 1024), Free("resume", "comparison")] = 2
     """Without a GPU: how many devices train.py makes of the CPU, each with its own rows of a batch

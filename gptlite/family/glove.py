@@ -15,8 +15,9 @@ def read_glove(
     """A vector for each of `words`, and whether the file has one.
 
     The format is that of Pennington et al., 2014: a line per word, the word and its numbers, with a
-    space between. The file is read line by line, and only vectors of `words` are kept. Words that
-    it lacks get vectors drawn with `seed` from a normal distribution with the mean and the standard
+    space between. Above them, word2vec and fastText write how many words there are, and numbers of
+    each. The file is read line by line, and only vectors of `words` are kept. Words that it lacks
+    get vectors drawn with `seed` from a normal distribution with the mean and the standard
     deviation of those found, channel by channel.
 
     **Raises:** `UserError` if the file cannot be read, a line has another format, or the file has
@@ -25,8 +26,12 @@ def read_glove(
     vectors: dict[str, np.ndarray] = {}
     wanted, d = set(words), 0
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             for number, line in enumerate(file, start=1):
+                fields = line.split()
+                if number == 1 and len(fields) == 2 and all(map(_is_count, fields)):
+                    d = int(fields[1])
+                    continue
                 d = d or len(line.rstrip().split(" ")) - 1
                 # From the right: in the largest of GloVe's files, some words have spaces in them.
                 word, *numbers = line.rstrip().rsplit(" ", d)
@@ -54,6 +59,10 @@ def read_glove(
     return drawn.astype(np.float32), known
 
 
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 10
+
+
 def _is_number(text: str) -> bool:
     try:
         float(text)
@@ -65,8 +74,11 @@ def _is_number(text: str) -> bool:
 def _vector(numbers: Sequence[str], where: str) -> np.ndarray:
     """**Raises:** `UserError` if one is not a finite number."""
     try:
-        vector = np.array(numbers, np.float32)
+        with np.errstate(over="ignore"):
+            vector = np.array(numbers, np.float32)
     except ValueError as error:
         raise UserError(f"{where} has something that is not a number: {error}.") from error
+    # In Python's numbers, `_` may be between the digits.
+    require(not any("_" in x for x in numbers), f"{where} has something that is not a number: _.")
     require(bool(np.isfinite(vector).all()), f"{where} has a number that is not finite.")
     return vector

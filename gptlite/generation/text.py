@@ -53,7 +53,7 @@ def stream_texts(
     ids = prompt_ids(tokenizer, prompt)[-context_length:]
     key = jax.random.key(seed, impl="threefry2x32")
     prompts = np.tile(ids, (texts, 1))
-    streams = [TextStream(tokenizer, stop) for _ in range(texts)]
+    streams = [TextStream(tokenizer, stop, ids.tolist()) for _ in range(texts)]
     for chunk in stream(model, prompts, max_new_tokens, sampling, key=key):
         yield [text.feed(row) for text, row in zip(streams, jax.device_get(chunk), strict=True)]
         if all(text.stopped for text in streams):
@@ -73,10 +73,15 @@ class TextStream:
     id of the tokenizer's `end_ids`, too.
 
     Bytes and characters that may be the beginning of a character or of a stop string are held back.
+    A space that the tokenizer adds is left out if all ids before, `after`, have no text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), after: Sequence[int] = (-1,)
+    ):
         self._tokenizer, self._end_ids = tokenizer, tokenizer.end_ids
+        bare = {*after} <= {*tokenizer.start_ids, *tokenizer.end_ids}
+        self.added = b" " if bare and tokenizer.adds_space else b""
         self._stop = [text for text in stop if text]
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
@@ -94,7 +99,9 @@ class TextStream:
             ended = i in self._end_ids
             if ended:
                 break
-            content += token_bytes(self._tokenizer, i)
+            token = token_bytes(self._tokenizer, i)
+            content += token.removeprefix(self.added)
+            self.added = b"" if token else self.added
         text = self._show(self._decoder.decode(content, final=ended))
         if ended and not self.stopped:
             text, self._held, self.stopped = text + self._held, "", True

@@ -26,11 +26,13 @@ def check_batch(train_steps: Any, batch: PyTree, step: int) -> None:
         raise UserError(
             f"Batches must begin with an axis of {what}, {wanted[-1]}; at step {step}: {kind}."
         )
-    if train_steps.vocab_size is not None and np.max(leaves[0]) >= train_steps.vocab_size:
-        raise UserError(
-            f"The text has a token {np.max(leaves[0])}, and the model's vocabulary ends at "
-            f"{train_steps.vocab_size - 1}: they belong to different tokenizers."
-        )
+    if train_steps.vocab_size is not None:
+        for i in (np.min(leaves[0]), np.max(leaves[0])):
+            require(
+                0 <= i < train_steps.vocab_size,
+                f"The text has a token {i}, and the model's vocabulary is from 0 to "
+                f"{train_steps.vocab_size - 1}: they belong to different tokenizers.",
+            )
 
 
 class BatchReader:
@@ -69,7 +71,11 @@ class BatchReader:
         steps = self._train_steps.training.steps
         for ahead in range(step, max(end, min(step + self._depth, steps))):
             if ahead not in self._pending:
-                self._pending[ahead] = self._thread.submit(self._batch_fn, ahead)
+                self._pending[ahead] = self._thread.submit(self._read, ahead)
+
+    def _read(self, step: int) -> PyTree:
+        # Copies: the function may fill the same arrays again.
+        return jax.tree.map(np.array, self._batch_fn(step))
 
     def close(self) -> None:
         """Stop reading."""

@@ -1,5 +1,6 @@
 """Log lines and progress bars, on standard output."""
 
+import errno
 import re
 import sys
 from typing import TextIO
@@ -28,7 +29,8 @@ def sentence_of(error: BaseException) -> str | None:
     if isinstance(error, KeyboardInterrupt):
         return "stopped"
     if isinstance(error, OSError):
-        return f"{error}."
+        is_gone = error.errno == errno.ENOENT and error.filename is None
+        return "The working folder does not exist any more." if is_gone else f"{error}."
     # XLA's error, recognised by its text: this module does not import JAX.
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
         return (

@@ -72,11 +72,14 @@ def require_devices() -> None:
         jax.devices()
 
 
-def chosen_dtype(compute_dtype: str, device: Any) -> str:
+def chosen_dtype(compute_dtype: str, device: Any, has_stack: bool = True) -> str:
     """`training.compute_dtype` for a device of JAX's: `auto` is the faster one (benchmarks/NOTES.md
-    has the figures)."""
+    has the figures). `has_stack`: whether the model has a `Stack`, which computes in the format of
+    its parameters. For other modules, `auto` is float32."""
     if compute_dtype != "auto":
         return compute_dtype
+    if not has_stack:
+        return "float32"
     if device.platform == "cpu":
         return "bfloat16" if _has_bfloat16() else "float32"
     # GPUs of NVIDIA's before Ampere have none. Others do not say.

@@ -98,8 +98,7 @@ class GPT(Transformer):
         *,
         key: PRNGKeyArray | None = None,
     ) -> tuple[Float[Array, "*batch seq vocab"], Float[Array, ""]]:
-        """The logits, and what a mixture of experts adds to the training loss. Every layer is given
-        `context`."""
+        """The logits, and what a mixture of experts adds to the loss. Layers get `context`."""
         hidden, aux_loss = self.hidden(ids, context, key=key)
         return self.logits(hidden), aux_loss
 
@@ -110,8 +109,7 @@ class GPT(Transformer):
         *,
         key: PRNGKeyArray | None = None,
     ) -> tuple[Float[Array, "*batch seq d_model"], Float[Array, ""]]:
-        """As `Transformer.hidden`; with a separator, `context.document_starts` comes from the
-        ids."""
+        """As `Transformer.hidden`; separators among the ids give `context.document_starts`."""
         if self.separator is not None:
             ids = jnp.asarray(ids)
             starts = document_starts(ids, self.separator)

@@ -52,8 +52,7 @@ class Heads(eqx.Module):
     With fewer `n_kv_heads` than `n_heads`, several heads of queries share one head of keys and
     values (grouped-query attention: Ainslie et al., 2023; with a single one, multi-query attention:
     Shazeer, 2019). `qk_norm` RMS-normalises queries and keys, which bounds the scores (Henry et
-    al., 2020; Dehghani et al., 2023), with `qk_gain` with a trained gain for each channel of a
-    head.
+    al., 2020; Dehghani et al., 2023), with `qk_gain` with trained gains of channels.
 
     Validation loss, nats per token: `n_kv_heads` 1 against 2, +0.002 ± 0.014; 2 against 4, +0.002 ±
     0.011; without `qk_norm` -0.000 ± 0.008 (benchmarks/blocks.md).

@@ -242,6 +242,8 @@ def parse(kind: type[BodyT], body: bytes) -> BodyT:
     without = WITHOUT.get(kind, {})
     for name, harmless in without.items():
         value = arguments.pop(name, None)
+        if name == "logit_bias" and isinstance(value, dict) and not any(value.values()):
+            continue  # of nothing
         fits = value is None or harmless is None or value in harmless
         require(fits, f"{name} is not supported: leave it out, got {value!r}.")
     unknown = sorted(set(record) - set(known) - set(without))

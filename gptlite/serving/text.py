@@ -97,7 +97,7 @@ class ServedText:
         self.cancelled = False
         self.finished = False
         self._tokenizer, self._ends = tokenizer, tokenizer.end_ids
-        self._stream = TextStream(tokenizer, stop)
+        self._stream = TextStream(tokenizer, stop, self.ids)
         self._n_best = n_best
         self._echo = echo
         self._hidden = hidden
@@ -105,6 +105,8 @@ class ServedText:
         self._tokens: list[Token] = []
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._n_decoded = self._n_shown = 0
+        # A space of the first token that is not in the text.
+        self._added = self._stream.added if echo is None else b" " * tokenizer.adds_space
 
     @property
     def n_generated(self) -> int:
@@ -123,6 +125,7 @@ class ServedText:
             self._n_decoded = len(self._echo)
             # A prompt may end inside a character.
             self._decoder.reset()
+            self._added = self._stream.added
             tokens, self._tokens = self._tokens, []
             self._n_shown = len(self._echo)
             if self.max_new_tokens:
@@ -185,7 +188,9 @@ class ServedText:
             itself = self._scored(i, float(scores.log_prob[place]))
             rivals = [self._scored(j, log_prob) for j, log_prob in best]
             self._tokens.append(Token(itself, self._n_decoded, rivals))
-            self._n_decoded += len(self._decoder.decode(itself.content))
+            content = itself.content.removeprefix(self._added)
+            self._added = b"" if itself.content else self._added
+            self._n_decoded += len(self._decoder.decode(content))
 
     def _scored(self, i: int, log_prob: float) -> Scored:
         return Scored(i, token_bytes(self._tokenizer, i), log_prob)

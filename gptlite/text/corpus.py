@@ -28,8 +28,7 @@ class Corpus:
     version: str
     """Changes with the content. That of a text is the sha256 of its UTF-8 bytes."""
     read: Callable[[Any], Iterator[str]] = field(repr=False, compare=False)
-    """The text in consecutive pieces, or the documents, from the beginning (None), or from where
-    `state` was."""
+    """The text in pieces, or the documents, from the beginning (None) or from where `state` was."""
     state: Callable[[], Any] = field(default=lambda: None, repr=False, compare=False)
     """Where `read` is, as plain data. None: at a place that it cannot go on from."""
     characters: int | None = None

@@ -44,8 +44,7 @@ class Split:
     """Those of the text, or of the documents that were read."""
 
     def bits_per_byte(self, val_loss: float) -> float:
-        """A validation loss in nats per token as bits per byte of UTF-8, which compares across
-        tokenizers."""
+        """Nats per token as bits per byte of UTF-8, which compare across tokenizers."""
         return val_loss * (len(self.validation) - 1) / math.log(2) / self.validation_bytes
 
 
@@ -91,18 +90,18 @@ def split_corpus(
         except OSError as error:
             raise UserError(f"The ids of {corpus.name} cannot be kept: {error}.") from error
     journal, (train, validation) = store.journal, store.ids()
-    sums, text_bytes = journal.sha256, journal.validation_bytes
+    sums, text_bytes, ends = journal.sha256, journal.validation_bytes, []
     require(not is_dataset or len(train) > 1, f"{corpus.name} is empty.")
     if is_dataset and len(validation) < 2:  # fewer than ten documents
         cut = int(0.9 * len(train))
         train, validation = train[:cut], train[cut:][:validation_tokens].astype(np.int32)
-        ends = [end - cut for end in journal.ends if 1 < end - cut <= len(validation)]
+        ends = [end - cut for end in journal.ends if 0 < end - cut <= len(validation)]
         bounds = zip([0, *ends], [*(end - 1 for end in ends), len(validation)], strict=True)
         text_bytes = sum(n_bytes(tokenizer, validation[start:end]) for start, end in bounds)
     return Split(
         train[:max_tokens],
         validation,
-        text_bytes - n_bytes(tokenizer, validation[:1]),
+        text_bytes - n_bytes(tokenizer, validation[: 1 not in ends]),  # unless it is an end
         hashlib.sha256("".join(sums).encode("ascii")).hexdigest() if is_dataset else corpus.version,
         journal.characters,
     )

@@ -56,7 +56,7 @@ def make_optimizer(
     """The optimizer of a run of `steps` steps on `params`, the trainable part of a model.
 
     muon: Jordan et al., 2024, on the matrices of the blocks; AdamW (Loshchilov and Hutter, 2019)
-    on all other parameters. Weight decay acts on matrices and embeddings, not on gains and biases.
+    on all other parameters. Weight decay acts on what has two axes or more in a layer.
 
     **Raises:** `UserError` if there is no matrix for muon.
     """

@@ -19,12 +19,12 @@ from gptlite.errors import require
 from gptlite.machine.batch_reader import check_batch
 from gptlite.machine.memory import require_memory
 from gptlite.machine.mesh import abstract, check_rows, local_rows, place, place_batches
-from gptlite.machine.pytrees import Trainable, cast, is_parameter, require_float32
+from gptlite.machine.pytrees import Trainable, cast, inside, is_parameter, require_float32
 from gptlite.machine.runtime import chosen_dtype
 from gptlite.nn.dtypes import widen
 from gptlite.nn.kernels.row_keys import row_key
 from gptlite.nn.kernels.rows import default_parts, mean_by_rows, n_row_shards
-from gptlite.nn.stack import unstacked
+from gptlite.nn.stack import Stack, unstacked
 from gptlite.sharding import constrain, constrain_parameters, targets_nvidia
 from gptlite.training.loss import window_losses
 from gptlite.training.optimizer import make_optimizer, make_schedule
@@ -90,7 +90,9 @@ class TrainSteps:
         not fit the model, or a parameter that is trained is not in float32.
         """
         check_rows(mesh, training.batch_size // (training.accumulation or 1))
-        dtype: Any = chosen_dtype(training.compute_dtype, mesh.devices.flat[0])
+        # Another module may mix its parameters with numbers of a batch, which are in float32.
+        has_stack = any(jax.tree.leaves(inside(model, Stack)))
+        dtype: Any = chosen_dtype(training.compute_dtype, mesh.devices.flat[0], has_stack)
         self.mesh, self.training = mesh, dataclasses.replace(training, compute_dtype=dtype)
         self._loss_fn, self._loss_mask = loss_fn, loss_mask
         self.trainable = trainable
@@ -167,8 +169,7 @@ class TrainSteps:
         """Compile the update for a state and batches like these, `[batch, ...]`. Changes neither;
         the first call then takes as long as others.
 
-        **Raises:** `UserError` if the batch does not fit (see `batch_reader.check_batch`), or not
-        into memory.
+        **Raises:** `UserError` if the batch is not as `check_batch` has it, or memory is too small.
         """
         check_batch(self, batch, int(np.max(np.asarray(state.step))))
         batches = jax.tree.map(

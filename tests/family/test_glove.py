@@ -33,6 +33,15 @@ def test_words_that_it_lacks_are_drawn_like_the_others(tmp_path):
     np.testing.assert_array_equal(again, vectors)
 
 
+@pytest.mark.parametrize("begin", ["", "\ufeff", "2 2\n", "\ufeff2 2\n"])
+def test_forms_of_other_programs_are_read(tmp_path, begin):
+    """A byte order mark, and the head of word2vec's and fastText's files."""
+    path = tmp_path / "vectors.txt"
+    path.write_text(f"{begin}the 1 2\n2 3 4\n", encoding="utf-8")
+    vectors, known = read_glove(path, ["the", "2"])
+    assert (vectors.tolist(), known.tolist()) == ([[1.0, 2.0], [3.0, 4.0]], [True, True])
+
+
 def test_a_word_may_have_spaces(tmp_path):
     path = tmp_path / "vectors.txt"
     path.write_text("the 1 2\n. . . 3 4\n")
@@ -46,7 +55,10 @@ def test_a_word_may_have_spaces(tmp_path):
         (b"the\n", "Line 1 of .* must be a word and 1 numbers, got 'the'"),
         (b"\n", "Line 1 of .* must be a word and 1 numbers"),
         (b"the 1 2\na 3 4 5\n", "Line 2 of .* must be a word and 2 numbers, got 'a 3 4 5'"),
-        (b"2 3\nthe 1 2 3\n", "Line 2 of .* must be a word and 1 numbers"),
+        (b"2 3\nthe 1 2\n", "Line 2 of .* must be a word and 3 numbers"),
+        (b"2 3\n", "has none of the 1 words"),
+        (b"the 1_0\n", "Line 1 of .* not a number"),
+        (b"the 1e39\n", "Line 1 of .* not finite"),
         (b"the 1 x\n", "Line 1 of .* not a number"),
         (b"the 1 nan\n", "Line 1 of .* not finite"),
         (b"a 1 2\n", "has none of the 1 words, as 'the'"),

@@ -10,11 +10,13 @@ import tokenizers
 from conftest import TEXT, own_encoding
 from hypothesis import given, strategies as st
 
+from gptlite.config import SamplingConfig
 from gptlite.errors import UserError
 from gptlite.generation.text import TextStream
 from gptlite.hugging_face.components import _LLAMA3, KNOWN_SPLITS
 from gptlite.hugging_face.tokenizer import HFTokenizer, to_hf_tokenizer
 from gptlite.runs.tokenizers import make_tokenizer, tokenizer_from_json
+from gptlite.serving.text import Piece, ServedText, TextScores
 from gptlite.text.corpus import documents, text_corpus
 from gptlite.text.tokenizer import (
     PATTERNS,
@@ -346,6 +348,52 @@ def test_a_space_that_is_added_is_no_part_of_the_text(name):
     ids = tokenizer.encode("the cat")
     assert (tokenizer.adds_space, tokenizer.token_bytes(int(ids[0]))[:1]) == (True, b" ")
     assert (tokenizer.decode(ids), n_bytes(tokenizer, ids)) == ("the cat", 7)
+
+
+@pytest.mark.parametrize("name", ["as llama 2", "metaspace"])
+@pytest.mark.parametrize("is_prompt", [True, False])
+def test_a_space_that_is_added_has_no_place_in_what_is_generated(name, is_prompt):
+    tokenizer = TOKENIZERS[name]
+    ids = tokenizer.encode("the cat").tolist()
+    places = [len(tokenizer.decode(np.array(ids[:i], np.int32))) for i in range(len(ids))]
+    zeros = np.zeros((len(ids), 1))
+    scores = TextScores(zeros[:, 0], zeros, zeros.astype(int))
+    pieces: list[Piece] = []
+    text = ServedText(
+        ids if is_prompt else [],
+        tokenizer,
+        sampling=SamplingConfig(),
+        max_new_tokens=len(ids),
+        n_best=0,
+        echo="the cat" if is_prompt else None,
+        deliver=pieces.append,
+    )
+    text.prompt_read(scores if is_prompt else None)
+    if is_prompt:
+        assert [token.offset for token in pieces[0].tokens] == places
+        places = [7 + len(" the cat"[:i]) for i in map(len, _begun(tokenizer, ids))]
+    text.ids += ids
+    text.add(ids, scores)
+    whole = "".join(piece.text for piece in pieces)
+    assert whole == ("the cat the cat" if is_prompt else "the cat")
+    assert [token.offset for token in pieces[-1].tokens] == places
+
+
+def _begun(tokenizer: HFTokenizer, ids: list[int]) -> list[bytes]:
+    """The bytes before each id."""
+    return [b"".join(map(tokenizer.token_bytes, ids[:i])) for i in range(len(ids))]
+
+
+def test_a_document_that_begins_the_validation_text_has_its_own_bytes(tmp_path):
+    """Behind the end of another one, which nothing predicts."""
+    tokenizer, found = TOKENIZERS["as llama 2"], 0
+    for n in range(20, 90):
+        texts = ["c" * n, "the cat"]
+        split = split_corpus(documents(texts), tokenizer, folder=tmp_path)
+        if split.validation[0] == tokenizer.encode("\n")[-1] and len(split.validation) > 1:
+            assert split.validation_bytes == len("the cat")
+            found += 1
+    assert found
 
 
 @pytest.mark.parametrize("n", [5, 40])

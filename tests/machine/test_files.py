@@ -1,7 +1,12 @@
+import contextlib
+import sys
+from pathlib import Path
+
 import pytest
 
 from gptlite.errors import UserError
 from gptlite.machine.files import lock, write_atomically, write_json
+from gptlite.machine.progress import sentence_of
 
 
 def test_a_failed_write_keeps_the_old_file(tmp_path):
@@ -20,3 +25,17 @@ def test_a_lock_is_held_until_its_block_ends(tmp_path):
         lock(tmp_path / "new" / "lock", "busy")
     with lock(tmp_path / "new" / "lock", "busy"):
         pass
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a folder in use cannot be removed")
+def test_a_working_folder_that_is_gone_is_told(tmp_path):
+    place = tmp_path / "place"
+    place.mkdir()
+    with contextlib.chdir(place):
+        place.rmdir()
+        with pytest.raises(FileNotFoundError) as error:
+            Path.cwd()
+    assert sentence_of(error.value) == "The working folder does not exist any more."
+    with pytest.raises(FileNotFoundError) as error:
+        (place / "a").read_text()
+    assert str(place / "a") in str(sentence_of(error.value))

@@ -247,7 +247,7 @@ BAD = [
     ({"best_of": 3}, "best_of is not supported"),
     ({"suffix": "end"}, "suffix is not supported"),
     ({"frequency_penalty": 0.5}, "frequency_penalty is not supported"),
-    ({"logit_bias": {"1": 5}}, "logit_bias is not supported"),
+    ({"logit_bias": {"1": 0, "2": 5}}, "logit_bias is not supported"),
     ({"temprature": 1}, r"no argument \['temprature'\]: known are model"),
     ({"model": 5}, "model must be str, got 5"),
 ]

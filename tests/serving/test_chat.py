@@ -176,7 +176,7 @@ def post(address: Any, path: str, body: Any) -> Any:
 DEFAULTS = {
     "frequency_penalty": 0,
     "presence_penalty": 0,
-    "logit_bias": {},
+    "logit_bias": {"1": 0},
     "suffix": "",
     "response_format": {"type": "text"},
     "tools": [],

@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 
 import equinox as eqx
@@ -9,6 +10,7 @@ from jax.sharding import Mesh
 
 from gptlite.config import Config, OptimizerConfig, TrainingConfig
 from gptlite.errors import UserError
+from gptlite.machine.batch_reader import BatchReader
 from gptlite.machine.mesh import check_rows, make_mesh
 from gptlite.models.gpt import GPT
 from gptlite.nn.stack import unstacked
@@ -46,6 +48,21 @@ def steps_of(config: Config, model: GPT | None = None, mesh: Mesh | None = None)
 def batches_of(config: Config, split=SPLIT) -> Batches:
     training = config.training
     return Batches(split.train, training.batch_size, config.model.context_length, training.seed)
+
+
+def test_a_function_may_fill_the_same_arrays_again():
+    """It is called ahead of the steps."""
+    batches, shared = batches_of(CONFIG), np.empty_like(batches_of(CONFIG)(0))
+
+    def refill(step):
+        shared[:] = batches(step)
+        return shared
+
+    with contextlib.closing(BatchReader(refill, steps_of(CONFIG))) as read:
+        first = read.first(0)
+        found = read(0, 5)
+    np.testing.assert_array_equal(first, batches(0))
+    np.testing.assert_array_equal(found[:5], [batches(step) for step in range(5)])
 
 
 def arrays_of(state) -> list[np.ndarray]:
@@ -215,10 +232,11 @@ def test_long_dispatches_are_read_to_their_end(monkeypatch):
     assert last.step == 300
 
 
-def test_text_of_another_tokenizer_is_refused():
+@pytest.mark.parametrize("first", [0, -500])
+def test_text_of_another_tokenizer_is_refused(first):
     train_steps = steps_of(CONFIG)
-    batches = Batches(np.arange(500, dtype=np.int32), 8, 12, 0)
-    with pytest.raises(UserError, match=r"has a token \d+, and the model's vocabulary ends at"):
+    batches = Batches(np.arange(first, first + 500, dtype=np.int32), 8, 12, 0)
+    with pytest.raises(UserError, match=r"has a token -?\d+, and the model's vocabulary is from 0"):
         fit(train_steps.init(new_model()), train_steps, batches)
 
 

@@ -35,7 +35,8 @@ def steps_of(model, optimizer=None, training=TRAINING, **options) -> TrainSteps:
 
 def grads_of(model, batch, training=TRAINING, **options):
     mesh = make_mesh(devices=jax.devices()[:1])
-    steps = TrainSteps(model, OptimizerConfig(), training, mesh, **options)
+    optimizer = options.pop("optimizer", OptimizerConfig())
+    steps = TrainSteps(model, optimizer, training, mesh, **options)
     return eqx.filter_jit(steps.loss_and_grads)(model, batch, jax.random.key(0))
 
 
@@ -282,6 +283,31 @@ def test_bfloat16_keeps_parameters_and_gradients_in_float32():
         assert half.dtype == jnp.float32
         cosine = np.vdot(full, half) / np.linalg.norm(full) / np.linalg.norm(half)
         assert float(cosine) > 0.98
+
+
+class Image(eqx.Module):
+    """Not written for several number formats: a convolution has no bfloat16 of float32."""
+
+    layer: eqx.nn.Conv1d
+
+    def __call__(self, x):
+        return jax.vmap(self.layer)(x).mean((1, 2))
+
+
+@pytest.mark.parametrize("has_bfloat16", [True, False])
+def test_a_module_of_another_kind_is_trained_in_float32(monkeypatch, has_bfloat16):
+    monkeypatch.setattr("gptlite.machine.runtime._has_bfloat16", lambda: has_bfloat16)
+    training = dataclasses.replace(TRAINING, compute_dtype="auto")
+    model, adamw = Image(eqx.nn.Conv1d(1, 2, 3, key=jax.random.key(0))), OptimizerConfig("adamw")
+    images = np.random.default_rng(0).normal(size=(4, 1, 8)).astype(np.float32)
+
+    def squares(model, batch, *, label_smoothing, key):
+        return model(batch) ** 2
+
+    loss, _ = grads_of(model, images, training, loss_fn=squares, optimizer=adamw)
+    np.testing.assert_allclose(loss, np.mean(np.asarray(model(images)) ** 2), rtol=1e-6)
+    wanted = "bfloat16" if has_bfloat16 else "float32"
+    assert steps_of(tiny_model(), training=training).training.compute_dtype == wanted
 
 
 def test_a_model_overfits_one_batch():
