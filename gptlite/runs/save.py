@@ -8,14 +8,15 @@ import numpy as np
 
 from gptlite.config import Config, DataConfig, MeshConfig, TrainingConfig
 from gptlite.errors import require
+from gptlite.machine.files import remove
 from gptlite.machine.pytrees import count_parameters
 from gptlite.models.gpt import GPT
-from gptlite.runs.checkpoints import Record, describe_devices, survey
-from gptlite.runs.find import CHECKPOINTS, new_run
+from gptlite.runs.checkpoints import Record, describe_devices
+from gptlite.runs.find import CHECKPOINTS, check_free, new_run
 from gptlite.runs.folder import RunFolder
 from gptlite.runs.model import abstract_model, separator_of
 from gptlite.runs.run import Run
-from gptlite.runs.saving import Checkpoints, refuse_nan
+from gptlite.runs.saving import Checkpoints
 from gptlite.runs.weights import fill, named_arrays, named_leaves
 from gptlite.text.tokenizer import Tokenizer
 from gptlite.training.fit import Position
@@ -66,15 +67,22 @@ def save_run(
     record = Record(
         {"step": step}, count_parameters(whole), Position(step), 0.0, "", "", describe_devices(MESH)
     )
-    state = TrainState(whole, (), jnp.asarray(step, jnp.int32))
     path = new_run(name)
-    refuse_nan(survey(named_leaves(state)), f"run {path}")  # before a run of that name is lost
+    part = path.with_name(f".{name}.part")
     with RunFolder(path) as folder:
-        folder.create(config, tokenizer, overwrite=overwrite)
-        with contextlib.closing(Checkpoints(folder.path / CHECKPOINTS, 1)) as checkpoints:
-            checkpoints.save(state, record)
-            checkpoints.wait()
-    return Run(folder.path, config, tokenizer, whole)
+        check_free(path, overwrite=overwrite)
+        folder.lock()
+        try:
+            # The checkpoint first: where it cannot be written, no run is replaced.
+            with contextlib.closing(Checkpoints(part, 1)) as checkpoints:
+                checkpoints.save(TrainState(whole, (), jnp.asarray(step, jnp.int32)), record)
+                checkpoints.wait()
+            folder.create(config, tokenizer, overwrite=overwrite)
+            with folder.writing():
+                part.rename(path / CHECKPOINTS)
+        finally:
+            remove(part)
+    return Run(path, config, tokenizer, whole)
 
 
 MESH = MeshConfig()

@@ -10,12 +10,11 @@ import logging
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from gptlite.config import Config
 from gptlite.errors import require
@@ -29,16 +28,6 @@ from gptlite.runs.stored import MODEL, as_user_error, key_of, reason_of
 from gptlite.runs.weights import named_leaves
 from gptlite.training.fit import Progress
 from gptlite.training.step import TrainState
-
-
-def refuse_nan(sums: Mapping[str, np.ndarray], what: str) -> None:
-    """`sums`: what `survey` returns.
-
-    **Raises:** `UserError` if there is a NaN. Infinity is no mistake: a custom block may have a
-    mask of -inf.
-    """
-    for name, (is_nan, *_) in sums.items():
-        require(not is_nan, f"The {what} is not written: {name} is NaN.")
 
 
 class Saver:
@@ -162,7 +151,9 @@ class Checkpoints:
             if not (name.startswith(MODEL) and is_frozen(name.removeprefix(MODEL)))
         }
         sums = survey(arrays)
-        refuse_nan(sums, f"checkpoint {path}")
+        for name, (is_nan, *_) in sums.items():
+            # Infinity is no mistake: a custom block may have a mask of -inf.
+            require(not is_nan, f"The checkpoint {path} is not written: {name} is NaN.")
         fields = msgspec.to_builtins(record)
         items = ocp.args.Composite(
             state=ocp.args.PyTreeSave({key_of(name): x for name, x in arrays.items()}),

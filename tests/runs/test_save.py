@@ -37,14 +37,26 @@ def test_a_model_that_was_trained_in_python_is_a_run(tokenizer, tmp_path, monkey
     with pytest.raises(gl.UserError, match="There is a run at runs/mine already"):
         gl.save_run("mine", model, tokenizer)
     assert gl.save_run("mine", model, tokenizer, overwrite=True).config.training.steps == 1200
+
+
+def test_a_run_that_cannot_be_written_replaces_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = gl.make_tokenizer("char", TEXT)
+    model = gl.GPT(TINY, tokenizer.vocab_size, key=jax.random.key(0))
+    gl.save_run("mine", model, tokenizer)
+    there = sorted(Path("runs").rglob("*"))
     bad = eqx.tree_at(
         lambda m: m.embedding.weight, model, replace_fn=lambda x: x.at[0, 0].set(np.nan)
     )
-    with pytest.raises(
-        gl.UserError, match=r"run runs/mine is not written: model\.embedding\.weight"
-    ):
-        gl.save_run("mine", bad, tokenizer, overwrite=True)
+    for name in ("mine", "other"):
+        with pytest.raises(gl.UserError, match=r"not written: model\.embedding\.weight is NaN"):
+            gl.save_run(name, bad, tokenizer, overwrite=True)
+        with monkeypatch.context() as patch:
+            patch.setattr("orbax.checkpoint.CheckpointManager.save", lambda *_, **__: 1 / 0)
+            with pytest.raises(gl.UserError, match="cannot be written: division by zero"):
+                gl.save_run(name, model, tokenizer, overwrite=True)
     assert eqx.tree_equal(gl.load("mine").model, model)
+    assert {*Path("runs").rglob("*")} - {*there} == {Path("runs/.other.lock")}
 
 
 def test_rows_that_the_tokenizer_asks_for_are_added(tmp_path, monkeypatch):
