@@ -5,6 +5,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -13,6 +14,7 @@ from gptlite.family.cross_attention import MemoryKV
 from gptlite.family.seq2seq import Seq2Seq
 from gptlite.generation.generate import next_logits
 from gptlite.machine.fields import Between
+from gptlite.models.transformer import checked_ids
 from gptlite.nn.cache import Cache
 from gptlite.nn.context import Context
 from gptlite.nn.stack import unstacked
@@ -42,11 +44,11 @@ class _Beam(eqx.Module):
 
 def beam_search(
     model: Seq2Seq,
-    source: Int[Array, "batch source_seq"],
+    source: Int[Array | np.ndarray, "batch source_seq"],
     *,
     beam: int = 4,
     length_penalty: float = 0.0,
-    source_lengths: Int[Array, " batch"] | None = None,
+    source_lengths: Int[Array | np.ndarray, " batch"] | None = None,
     start: int,
     end: int,
     max_new_tokens: int | None = None,
@@ -65,8 +67,8 @@ def beam_search(
     - `start`, `end`: the token that the decoder reads first, and the one after which it stops.
     - `max_new_tokens`: the maximum length. Default: the model's context length.
 
-    **Raises:** `UserError` if there is no source, a token is not in the target's vocabulary, or a
-    number is out of bounds.
+    **Raises:** `UserError` if there is no source, an id is not in its vocabulary, or a number is
+    out of bounds.
     """
     context_length = model.config.context_length
     max_new_tokens = context_length if max_new_tokens is None else max_new_tokens
@@ -76,6 +78,7 @@ def beam_search(
     Between(1, context_length).check("max_new_tokens", max_new_tokens)
     for name, token in (("start", start), ("end", end)):
         Between(0, model.decoder.vocab_size - 1).check(name, token)
+    source = checked_ids(source, model.encoder.vocab_size, context_length)
     model = unstacked(model)
     return _search(model, source, source_lengths, start, end, max_new_tokens, beam, length_penalty)
 
@@ -84,7 +87,7 @@ def beam_search(
 def _search(
     model: Seq2Seq,
     source: Int[Array, "batch source_seq"],
-    source_lengths: Int[Array, " batch"] | None,
+    source_lengths: Int[Array | np.ndarray, " batch"] | None,
     start: int,
     end: int,
     max_new_tokens: int,

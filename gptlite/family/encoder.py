@@ -2,13 +2,13 @@
 
 import functools
 
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from gptlite.config import ModelConfig
 from gptlite.errors import require
 from gptlite.machine.fields import Count, check_value
 from gptlite.models.build import make_block
-from gptlite.models.transformer import Transformer
+from gptlite.models.transformer import Ids, Transformer
 from gptlite.nn.context import Context, PerSequence
 
 
@@ -40,7 +40,7 @@ class Encoder(Transformer):
 
     def __call__(
         self,
-        ids: Int[Array, "*batch seq"],
+        ids: Ids,
         *,
         lengths: PerSequence | None = None,
         key: PRNGKeyArray | None = None,

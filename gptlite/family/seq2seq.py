@@ -3,12 +3,14 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from gptlite.config import ModelConfig
 from gptlite.family.cross_attention import make_decoder_block
 from gptlite.family.encoder import Encoder
 from gptlite.models.gpt import GPT
+from gptlite.models.transformer import Ids
 from gptlite.nn.block import split_key
 from gptlite.nn.cache import Cache
 from gptlite.nn.context import Context, PerSequence
@@ -70,8 +72,8 @@ class Seq2Seq(eqx.Module):
 
     def __call__(
         self,
-        source: Int[Array, "*batch source_seq"],
-        inputs: Int[Array, "*batch seq"],
+        source: Int[Array | np.ndarray, "*batch source_seq"],
+        inputs: Ids,
         *,
         source_lengths: PerSequence | None = None,
         lengths: PerSequence | None = None,
@@ -88,8 +90,8 @@ class Seq2Seq(eqx.Module):
 
     def with_aux_loss(
         self,
-        source: Int[Array, "*batch source_seq"],
-        inputs: Int[Array, "*batch seq"],
+        source: Int[Array | np.ndarray, "*batch source_seq"],
+        inputs: Ids,
         *,
         source_lengths: PerSequence | None = None,
         lengths: PerSequence | None = None,
@@ -105,13 +107,17 @@ class Seq2Seq(eqx.Module):
         return logits, aux_loss + decoder_loss
 
     def encode(
-        self, source: Int[Array, "*batch source_seq"], source_lengths: PerSequence | None = None
+        self,
+        source: Int[Array | np.ndarray, "*batch source_seq"],
+        source_lengths: PerSequence | None = None,
     ) -> Float[Array, "*batch source_seq d_model"]:
         """The encoder's output."""
         return self._whole_encoder()(source, lengths=source_lengths)
 
     def init_cache(
-        self, source: Int[Array, "*batch source_seq"], source_lengths: PerSequence | None = None
+        self,
+        source: Int[Array | np.ndarray, "*batch source_seq"],
+        source_lengths: PerSequence | None = None,
     ) -> Cache:
         """A cache for `decoder.extend` that has read `source`, with room for `context_length`
         tokens of the target."""
@@ -126,7 +132,8 @@ class Seq2Seq(eqx.Module):
         )
 
 
-def shift_right(targets: Int[Array, "*batch seq"], start: int) -> Int[Array, "*batch seq"]:
+def shift_right(targets: Ids, start: int) -> Int[Array, "*batch seq"]:
     """The decoder's inputs for `targets`: a start token, and all targets but the last."""
+    targets = jnp.asarray(targets)
     first = jnp.full((*targets.shape[:-1], 1), start, targets.dtype)
     return jnp.concatenate([first, targets[..., :-1]], axis=-1)

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from gptlite.errors import require
 from gptlite.inspect.hooks import with_call_hook
+from gptlite.models.transformer import Transformer, checked_ids
 from gptlite.nn.stack import unstacked
 
 M = TypeVar("M", bound=eqx.Module)
@@ -22,8 +23,15 @@ def attention_maps(
     Every module with a method `weights` has one: `Attention`, `CrossAttention`, or your own. The
     method is called with the arguments of the module.
 
-    **Raises:** `UserError` if such a method returns another shape than that of attention weights.
+    **Raises:** `UserError` if an id is not in the vocabulary, or such a method returns another
+    shape than that of attention weights.
     """
+    # An encoder-decoder has a vocabulary for each of its arguments.
+    names = [name for name in ("encoder", "decoder") if hasattr(model, name)]
+    parts = [getattr(model, name) for name in names] or [model]
+    for part, ids in zip(parts, arguments, strict=False):
+        if isinstance(part, Transformer):
+            checked_ids(ids, part.vocab_size, part.config.context_length)
     # Layers that share a module would share its name.
     return _attention_maps(unstacked(model), arguments, options)
 

@@ -1,16 +1,15 @@
 """The logit lens: the prediction of each layer if it were the last."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from gptlite.inspect.hooks import with_call_hook
 from gptlite.models.gpt import GPT
+from gptlite.models.transformer import Ids
 from gptlite.nn.stack import unstacked
 
 
-def residual_stream(
-    model: GPT, ids: Int[Array, "*batch seq"]
-) -> Float[Array, "layers *batch seq d_model"]:
+def residual_stream(model: GPT, ids: Ids) -> Float[Array, "layers *batch seq d_model"]:
     """The input of the first layer, and the output of every layer: `n_layers + 1` of them."""
     model = unstacked(model)
     blocks = model.stack.blocks
@@ -25,9 +24,7 @@ def residual_stream(
     return jnp.stack(stream)
 
 
-def logit_lens(
-    model: GPT, ids: Int[Array, "*batch seq"]
-) -> Float[Array, "layers *batch seq vocab"]:
+def logit_lens(model: GPT, ids: Ids) -> Float[Array, "layers *batch seq vocab"]:
     """The next token's logits from the input of the first layer, and from the output of every
     layer, as the model's final norm and head make them: the last are the model's own
     (nostalgebraist, 2020, "interpreting GPT: the logit lens")."""

@@ -22,6 +22,7 @@ from jaxtyping import Array, Key
 from gptlite.cli import TrainArguments, check_start, settings
 from gptlite.config import Config
 from gptlite.custom import custom_arguments, load_custom
+from gptlite.errors import require
 from gptlite.machine.memory import require_memory
 from gptlite.machine.mesh import check_tensor, mesh_shape
 from gptlite.machine.names import parse_lora
@@ -267,6 +268,11 @@ class TrainingRun:
         written = json.dumps(self.tokenizer.to_json()).encode()
         tokens = hashlib.sha256(written).hexdigest()
         check_same("corpora", {"the sha256": split.sha256, "the tokenizer's": tokens})
+        require(
+            split.validation_bytes > 0 or len(split.validation) < 2,
+            f"The validation text of {self.corpus.name} is too short: it has no letter that is to "
+            "be predicted.",
+        )
         log(
             f"{self.corpus.name}: {len(split.train):,} training tokens, {len(split.validation):,} "
             f"validation tokens, vocabulary {self.tokenizer.vocab_size:,}"

@@ -95,8 +95,8 @@ def read_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | Non
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"The chat template in {folder} cannot be read: {error}.") from error
     if isinstance(template, list):  # several, by name
-        named = {x.get("name"): x.get("template") for x in template if isinstance(x, dict)}
-        template = named.get("default")
+        named = [x for x in template if isinstance(x, dict) and x.get("name") == "default"]
+        template = named[-1].get("template") if named else None
     if not isinstance(template, str):
         return None
     special = {

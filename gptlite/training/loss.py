@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from gptlite.models.gpt import GPT
@@ -10,11 +11,10 @@ from gptlite.nn.kernels.head import head_losses
 
 def cross_entropy(
     logits: Float[Array, "*batch vocab"],
-    targets: Int[Array, "*batch"],
+    targets: Int[Array | np.ndarray, "*batch"],
     label_smoothing: float = 0.0,
 ) -> Float[Array, "*batch"]:
-    """`-log softmax(logits)[target]`, in nats. NaN for a target outside the vocabulary, so that a
-    padding of -1 that is not masked is noticed.
+    """`-log softmax(logits)[target]`, in nats; NaN for a target that is not in the vocabulary.
 
     With label smoothing the target distribution is `1 - label_smoothing` on the target plus
     `label_smoothing` spread evenly over the vocabulary (Szegedy et al., 2016, section 7).
@@ -30,7 +30,7 @@ def cross_entropy(
 
 def window_losses(
     model: GPT,
-    windows: Int[Array, "batch seq_and_next"],
+    windows: Int[Array | np.ndarray, "batch seq_and_next"],
     *,
     label_smoothing: float = 0.0,
     key: Array | None = None,
@@ -44,7 +44,7 @@ def window_losses(
     losses = head_losses(
         hidden,
         model.head_weight(),
-        windows[:, 1:],
+        jnp.asarray(windows)[:, 1:],
         vocab_size=model.vocab_size,
         cap=model.config.logit_cap,
         label_smoothing=label_smoothing,

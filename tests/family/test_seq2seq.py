@@ -12,6 +12,7 @@ from conftest import drawn
 
 from gptlite.config import ModelConfig
 from gptlite.errors import UserError
+from gptlite.family.beam_search import beam_search
 from gptlite.family.cross_attention import CrossAttention
 from gptlite.family.encoder import Encoder
 from gptlite.family.presets import VASWANI
@@ -282,6 +283,37 @@ def test_the_table_of_an_encoder_decoder_adds_up():
     forward, training = flops_per_token(model)
     assert forward == 2 * (products + attention)
     assert training == 3 * forward
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_ids_may_be_numpys(dtype):
+    source, lengths, targets = (x.astype(dtype) for x in pairs())
+    inputs = shift_right(targets, 0)
+    np.testing.assert_array_equal(inputs, shift_right(jnp.asarray(targets), 0))
+    model = paper()
+    wanted = model(jnp.asarray(source), inputs, source_lengths=jnp.asarray(lengths))
+    np.testing.assert_array_equal(model(source, np.asarray(inputs), source_lengths=lengths), wanted)
+    found = model.encode(source, lengths)
+    np.testing.assert_array_equal(found, model.encode(jnp.asarray(source), jnp.asarray(lengths)))
+    model.init_cache(source, lengths)
+    ends = {"start": 0, "end": 1, "beam": 1, "max_new_tokens": 2}
+    a = beam_search(model, source, source_lengths=lengths, **ends)
+    b = beam_search(model, jnp.asarray(source), source_lengths=jnp.asarray(lengths), **ends)
+    np.testing.assert_array_equal(a.ids, b.ids)
+
+
+@pytest.mark.parametrize("wrong", [-1, VOCAB])
+def test_ids_that_are_none_have_no_maps_and_no_targets(wrong):
+    source, _, targets = pairs()
+    bad, sentence = np.where(source == source[0, 0], wrong, source), f"to {VOCAB - 1}, got {wrong}"
+    with pytest.raises(UserError, match=sentence):
+        attention_maps(paper(), bad, targets)
+    with pytest.raises(UserError, match=sentence):
+        attention_maps(paper(), source, np.where(targets == targets[0, 0], wrong, targets))
+    with pytest.raises(UserError, match=sentence):
+        attention_maps(Encoder(ONE, VOCAB, key=jax.random.key(0)), bad)
+    with pytest.raises(UserError, match=sentence):
+        beam_search(paper(), bad, start=0, end=1)
 
 
 def test_the_attention_maps_of_all_three_kinds():

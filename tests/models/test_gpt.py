@@ -12,9 +12,11 @@ from jaxtyping import TypeCheckError
 from gptlite.config import ModelConfig
 from gptlite.errors import UserError
 from gptlite.family.encoder import Encoder
+from gptlite.inspect.logit_lens import logit_lens
 from gptlite.models.gpt import GPT
 from gptlite.research.check_block import check_block
 from gptlite.research.checks import CHECKS
+from gptlite.training.loss import cross_entropy, window_losses
 
 IDS = jax.random.randint(jax.random.key(2), (3, TINY.context_length), 0, VOCAB)
 make = eqx.filter_jit(GPT)
@@ -195,7 +197,14 @@ def test_ids_that_the_model_cannot_have_are_refused(positions, compiled):
 def test_ids_may_be_numpys():
     model = tiny_model()
     for dtype in (np.int32, np.int64):
-        np.testing.assert_array_equal(model(np.asarray(IDS, dtype)), model(IDS))
+        ids = np.asarray(IDS, dtype)
+        np.testing.assert_array_equal(model(ids), model(IDS))
+        logits = model(ids)
+        np.testing.assert_array_equal(cross_entropy(logits, ids), cross_entropy(logits, IDS))
+        (losses, _), lens = jax.eval_shape(
+            lambda ids=ids: (window_losses(model, ids), logit_lens(model, ids))
+        )
+        assert (losses.shape, lens.shape[1:]) == ((3, TINY.context_length - 1), logits.shape)
 
 
 def test_ids_that_are_no_ids_are_refused_by_name():

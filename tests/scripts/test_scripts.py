@@ -340,6 +340,7 @@ def test_sampling_without_a_run_says_what_to_do(tmp_path, monkeypatch, capsys):
         (["--data.corpus", "absent.txt"], "no corpus absent.txt"),
         (["--data.corpus", "rhyme.txt", "--data.tokenizer", "words"], "no tokenizer 'words'"),
         (["--data.corpus", "short.txt"], "too short"),
+        (["--data.corpus", "hf:ten.jsonl", "--model.context-length", "8"], "no letter that is to"),
         (["--data.corpus", ""], "name of the corpus is empty"),
         (["--data.corpus", "a" * 300], "no corpus aaa"),
         (["--data.corpus", "rhyme.txt", "--run", "a" * 300], "takes the name of a folder"),
@@ -356,6 +357,8 @@ def test_training_refuses_with_a_sentence_and_leaves_nothing(
 ):
     monkeypatch.chdir(place)
     (place / "short.txt").write_text("short")
+    texts = [*["some text"] * 9, "a"]  # the last one is for validation, and nothing predicts it
+    (place / "ten.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     before = sorted(str(path) for path in place.rglob("*"))
     code, error = run_main(train, argv, monkeypatch, capsys)
     assert code == 2

@@ -57,7 +57,8 @@ def test_the_template_makes_ids_with_special_tokens(tokenizer, tmp_path):
     chat = read_chat_template(tmp_path, tokenizer)
     assert chat is not None
     assert chat.encode(messages, MOST) == wanted
-    write(tmp_path, [{"name": "tools", "template": "x"}, {"name": "default", "template": TEMPLATE}])
+    others = [{"name": "tools", "template": "x"}, {"name": [], "template": {}}, 3]
+    write(tmp_path, [*others, {"name": "default", "template": TEMPLATE}])
     chat = read_chat_template(tmp_path, tokenizer)
     assert chat is not None
     assert chat.encode(messages, MOST) == wanted
