@@ -28,9 +28,8 @@ def read_glove(
     try:
         with open(path, encoding="utf-8-sig") as file:
             for number, line in enumerate(file, start=1):
-                fields = line.split()
-                if number == 1 and len(fields) == 2 and all(map(_is_count, fields)):
-                    d = int(fields[1])
+                if number == 1 and _is_head(line):
+                    d = int(line.split()[1])
                     continue
                 d = d or len(line.rstrip().split(" ")) - 1
                 # From the right: in the largest of GloVe's files, some words have spaces in them.
@@ -59,8 +58,9 @@ def read_glove(
     return drawn.astype(np.float32), known
 
 
-def _is_count(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) < 10
+def _is_head(line: str) -> bool:
+    fields = line.split()
+    return len(fields) == 2 and all(x.isascii() and x.isdecimal() and len(x) < 10 for x in fields)
 
 
 def _is_number(text: str) -> bool:

@@ -80,8 +80,8 @@ class TextStream:
         self, tokenizer: Tokenizer, stop: Sequence[str] = (), after: Sequence[int] = (-1,)
     ):
         self._tokenizer, self._end_ids = tokenizer, tokenizer.end_ids
-        bare = {*after} <= {*tokenizer.start_ids, *tokenizer.end_ids}
-        self.added = b" " if bare and tokenizer.adds_space else b""
+        adds = tokenizer.adds_space and {*after} <= {*tokenizer.start_ids, *tokenizer.end_ids}
+        self.added = b" " if adds else b""
         self._stop = [text for text in stop if text]
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
