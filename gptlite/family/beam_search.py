@@ -14,7 +14,7 @@ from gptlite.family.cross_attention import MemoryKV
 from gptlite.family.seq2seq import Seq2Seq
 from gptlite.generation.generate import next_logits
 from gptlite.machine.fields import Between
-from gptlite.models.transformer import checked_ids
+from gptlite.machine.ids import check_ids
 from gptlite.nn.cache import Cache
 from gptlite.nn.context import Context
 from gptlite.nn.stack import unstacked
@@ -78,7 +78,7 @@ def beam_search(
     Between(1, context_length).check("max_new_tokens", max_new_tokens)
     for name, token in (("start", start), ("end", end)):
         Between(0, model.decoder.vocab_size - 1).check(name, token)
-    source = checked_ids(source, model.encoder.vocab_size, context_length)
+    check_ids(source, model.encoder.vocab_size, source_lengths)
     model = unstacked(model)
     return _search(model, source, source_lengths, start, end, max_new_tokens, beam, length_penalty)
 
@@ -86,7 +86,7 @@ def beam_search(
 @eqx.filter_jit
 def _search(
     model: Seq2Seq,
-    source: Int[Array, "batch source_seq"],
+    source: Int[Array | np.ndarray, "batch source_seq"],
     source_lengths: Int[Array | np.ndarray, " batch"] | None,
     start: int,
     end: int,

@@ -21,11 +21,11 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, UInt32
 from gptlite.config import SamplingConfig
 from gptlite.errors import require
 from gptlite.generation.sampling import Sampling, sample
+from gptlite.machine.ids import check_ids
 from gptlite.machine.memory import check_cache_memory
 from gptlite.machine.mesh import is_on_cpu, is_whole, replicate, row_mesh
 from gptlite.machine.pytrees import size_of
 from gptlite.models.gpt import GPT
-from gptlite.models.transformer import checked_ids
 from gptlite.nn.cache import Cache, read_at
 from gptlite.nn.context import PerSequence
 from gptlite.nn.kernels.decoding import rearranged
@@ -186,7 +186,7 @@ def stream(
             tokens <= longest,
             f"lengths must be at most {longest}, the width of prompt, got {tokens}.",
         )
-    checked_ids(prompt, whole.vocab_size, longest)
+    check_ids(prompt, whole.vocab_size, length)
     require(max_new_tokens >= 0, f"max_new_tokens must be 0 or more, got {max_new_tokens}.")
     if max_new_tokens == 0:
         return

@@ -8,7 +8,8 @@ from jaxtyping import Array, Float
 
 from gptlite.errors import require
 from gptlite.inspect.hooks import with_call_hook
-from gptlite.models.transformer import Transformer, checked_ids
+from gptlite.machine.ids import check_ids
+from gptlite.models.transformer import Transformer
 from gptlite.nn.stack import unstacked
 
 M = TypeVar("M", bound=eqx.Module)
@@ -29,9 +30,10 @@ def attention_maps(
     # An encoder-decoder has a vocabulary for each of its arguments.
     names = [name for name in ("encoder", "decoder") if hasattr(model, name)]
     parts = [getattr(model, name) for name in names] or [model]
-    for part, ids in zip(parts, arguments, strict=False):
+    lengths = ["source_lengths", "lengths"] if names else ["lengths"]
+    for part, ids, name in zip(parts, arguments, lengths, strict=False):
         if isinstance(part, Transformer):
-            checked_ids(ids, part.vocab_size, part.config.context_length)
+            check_ids(ids, part.vocab_size, options.get(name))
     # Layers that share a module would share its name.
     return _attention_maps(unstacked(model), arguments, options)
 

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from gptlite.errors import UserError, require
+from gptlite.machine.ids import check_ids
 
 # Batches that are read ahead of the steps. More would only delay the start, and fill memory.
 MAX_AHEAD = 64
@@ -27,12 +28,7 @@ def check_batch(train_steps: Any, batch: PyTree, step: int) -> None:
             f"Batches must begin with an axis of {what}, {wanted[-1]}; at step {step}: {kind}."
         )
     if train_steps.vocab_size is not None:
-        for i in (np.min(leaves[0]), np.max(leaves[0])):
-            require(
-                0 <= i < train_steps.vocab_size,
-                f"The text has a token {i}, and the model's vocabulary is from 0 to "
-                f"{train_steps.vocab_size - 1}: they belong to different tokenizers.",
-            )
+        check_ids(leaves[0], train_steps.vocab_size)
 
 
 class BatchReader:

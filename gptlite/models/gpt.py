@@ -86,8 +86,7 @@ class GPT(Transformer):
         """Next-token logits at every position. The first `lengths` ids of a sequence are real
         (default: all); padding follows them. `key` switches dropout on.
 
-        **Raises:** `UserError` if there are more ids than the context has, or one is none of the
-        vocabulary: see `checked_ids`.
+        **Raises:** `UserError` as `hidden` does.
         """
         return self.with_aux_loss(ids, Context(lengths=lengths), key=key)[0]
 

@@ -8,11 +8,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from gptlite.config import ModelConfig
 from gptlite.errors import require
+from gptlite.machine.ids import check_ids
 from gptlite.models.build import embedding_std, make_part, make_positions
 from gptlite.nn.block import drop, split_key
 from gptlite.nn.context import WHOLE_SEQUENCE, Context
@@ -23,27 +23,6 @@ from gptlite.sharding import constrain, gathered
 
 # Ids of tokens. NumPy's are copied to the device.
 Ids = Int[Array | np.ndarray, "*batch seq"]
-
-
-def checked_ids(ids: Ids, vocab_size: int, context_length: int) -> Int[Array, "*batch seq"]:
-    """`ids` as an array of JAX.
-
-    **Raises:** `UserError` if they are more than `context_length`, or one is none of the
-    vocabulary. (In a compiled function, where ids are not known, one beyond the vocabulary is taken
-    for the last of it, and one below 0 has no embedding.)
-    """
-    require(
-        ids.shape[-1] <= context_length,
-        f"The model's context has {context_length} tokens, got a sequence of {ids.shape[-1]}.",
-    )
-    is_known = not isinstance(ids, Tracer) and getattr(ids, "is_fully_addressable", True)
-    if ids.size and is_known:
-        low, high = int(np.asarray(ids).min()), int(np.asarray(ids).max())
-        require(
-            low >= 0 and high < vocab_size,
-            f"Ids must be from 0 to {vocab_size - 1}, got {low if low < 0 else high}.",
-        )
-    return jnp.asarray(ids)
 
 
 class Transformer(eqx.Module):
@@ -101,10 +80,15 @@ class Transformer(eqx.Module):
         """The output of the final norm, and what a mixture of experts adds to the training loss.
         Every layer is given `context`. `key` switches dropout on.
 
-        **Raises:** `UserError` as `checked_ids` does.
+        **Raises:** `UserError` if there are no ids or more than the context has, or one is not in
+        the vocabulary. (In a compiled function, where ids are not known, one beyond the vocabulary
+        is taken for the last of it, and one below 0 has no embedding.)
         """
-        ids = checked_ids(ids, self.vocab_size, self.config.context_length)
-        hidden, _, aux_loss = self._run(ids, None, None, context, key)
+        seq, longest = ids.shape[-1], self.config.context_length
+        sizes = f"The model's context has {longest} tokens, got a sequence of {seq}."
+        require(1 <= seq <= longest, sizes)
+        check_ids(ids, self.vocab_size, context.lengths)
+        hidden, _, aux_loss = self._run(jnp.asarray(ids), None, None, context, key)
         return hidden, aux_loss
 
     def _run(

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Int
 
 from gptlite.errors import require
+from gptlite.machine.fields import Count, Seed, check_value
 from gptlite.text.tokenizer import Ids
 
 # Tokens in one batch of evaluation.
@@ -23,7 +24,8 @@ class Batches:
     In each epoch, the text is cut from another offset into consecutive windows without overlap, and
     each window is used once, in another order. A batch may belong to two epochs.
 
-    **Raises:** `UserError` if `tokens` is too short for a single window from every offset.
+    **Raises:** `UserError` if `tokens` is too short for a single window from every offset, or a
+    number is out of range.
     """
 
     tokens: Ids
@@ -34,6 +36,9 @@ class Batches:
     """Which rows of a batch to read. None: all."""
 
     def __post_init__(self):
+        check_value("batch_size", self.batch_size, Count)
+        check_value("context_length", self.context_length, Count)
+        check_value("seed", self.seed, Seed)
         require(
             self.windows_per_epoch >= 1,
             f"The training text is too short: it has {len(self.tokens):,} tokens, and a "
@@ -84,8 +89,9 @@ def evaluation_batches(
     id of the one before, in batches whose rows `devices` devices can share evenly; and the number
     of targets in all, `len(tokens) - 1`. Places beyond them are filled with -1.
 
-    **Raises:** `UserError` if there are fewer than 2 tokens.
+    **Raises:** `UserError` if there are fewer than 2 tokens, or `context_length` is below 1.
     """
+    check_value("context_length", context_length, Count)
     targets = len(tokens) - 1
     require(
         targets >= 1,

@@ -6,10 +6,12 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from gptlite.machine.ids import check_ids
 from gptlite.machine.mesh import local_rows, place, place_batches
 from gptlite.models.gpt import GPT
 from gptlite.nn.stack import unstacked
@@ -32,11 +34,16 @@ class Evaluation:
         """
         devices = mesh.shape["data"] * mesh.shape["fsdp"]
         batches, self._targets = evaluation_batches(tokens, context_length, devices)
+        self._bounds = np.array([tokens.min(), tokens.max()])
         self._mesh = mesh
         self._batches: Any = place_batches(batches[:, local_rows(mesh, batches.shape[1])], mesh)
 
     def __call__(self, model: GPT) -> float:
-        """Nats per token of the model; no dropout, no label smoothing."""
+        """Nats per token of the model; no dropout, no label smoothing.
+
+        **Raises:** `UserError` if an id of the text is not in the model's vocabulary.
+        """
+        check_ids(self._bounds, model.vocab_size)
         with jax.set_mesh(self._mesh):
             summed = _summed_loss(place(model, self._mesh), self._batches)
         return float(summed) / self._targets

@@ -305,7 +305,10 @@ def test_ids_may_be_numpys(dtype):
 @pytest.mark.parametrize("wrong", [-1, VOCAB])
 def test_ids_that_are_none_have_no_maps_and_no_targets(wrong):
     source, _, targets = pairs()
-    bad, sentence = np.where(source == source[0, 0], wrong, source), f"to {VOCAB - 1}, got {wrong}"
+    bad, sentence = (
+        np.where(source == source[0, 0], wrong, source),
+        f"to {VOCAB - 1}, .* got {wrong}",
+    )
     with pytest.raises(UserError, match=sentence):
         attention_maps(paper(), bad, targets)
     with pytest.raises(UserError, match=sentence):
@@ -314,6 +317,23 @@ def test_ids_that_are_none_have_no_maps_and_no_targets(wrong):
         attention_maps(Encoder(ONE, VOCAB, key=jax.random.key(0)), bad)
     with pytest.raises(UserError, match=sentence):
         beam_search(paper(), bad, start=0, end=1)
+
+
+@pytest.mark.parametrize("padding", [-1, VOCAB])
+def test_padding_may_be_anything(padding):
+    source, lengths, targets = pairs()
+    inputs, model = shift_right(targets, 0), paper()
+    padded = np.where(np.arange(7) < lengths[:, None], source, padding)
+    wanted = model(source, inputs, source_lengths=lengths)
+    np.testing.assert_array_equal(model(padded, inputs, source_lengths=lengths), wanted)
+    ends = {"start": 0, "end": 1, "beam": 1, "max_new_tokens": 2}
+    wanted = beam_search(model, source, source_lengths=lengths, **ends).ids
+    found = beam_search(model, padded, source_lengths=lengths, **ends).ids
+    np.testing.assert_array_equal(found, wanted)
+    attention_maps(model, padded, inputs, source_lengths=lengths)
+    attention_maps(Encoder(ONE, VOCAB, key=jax.random.key(0)), padded, lengths=lengths)
+    with pytest.raises(UserError, match=f"got {padding}"):
+        beam_search(model, padded, source_lengths=lengths + (lengths < 7), **ends)
 
 
 def test_the_attention_maps_of_all_three_kinds():

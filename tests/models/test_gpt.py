@@ -182,16 +182,32 @@ def test_ids_that_the_model_cannot_have_are_refused(positions, compiled):
     long = jnp.zeros(TINY.context_length + 1, jnp.int32)
     with pytest.raises(UserError, match="context has 12 tokens, got a sequence of 13"):
         call(model, long)
+    with pytest.raises(UserError, match="context has 12 tokens, got a sequence of 0"):
+        call(model, long[:0])
     for ids in ([0, VOCAB], [-1, 0]):
         if not compiled:
             with pytest.raises(
-                UserError, match=f"Ids must be from 0 to {VOCAB - 1}, got {max(ids, key=abs)}"
+                UserError,
+                match=f"from 0 to {VOCAB - 1}, the model's vocabulary, got {max(ids, key=abs)}",
             ):
                 call(model, jnp.array(ids))
     # Compiled, they are what the docstring says.
     if compiled:
         last = call(model, jnp.array([0, VOCAB - 1]))
         np.testing.assert_array_equal(call(model, jnp.array([0, VOCAB + 5])), last)
+
+
+def test_padding_may_be_anything_and_a_batch_empty():
+    model = tiny_model()
+    assert model(IDS[:0]).shape == (0, TINY.context_length, VOCAB)
+    lengths = np.array([4, 1, 12])
+    real = np.arange(12) < lengths[:, None]
+    wanted = model(IDS, lengths=lengths)[real]
+    for padding in (-1, VOCAB):
+        padded = np.where(real, IDS, padding)
+        np.testing.assert_array_equal(model(padded, lengths=lengths)[real], wanted)
+        with pytest.raises(UserError, match=f"got {padding}"):
+            model(padded, lengths=np.array([4, 2, 12]))
 
 
 def test_ids_may_be_numpys():

@@ -60,6 +60,18 @@ def test_too_short_a_text_is_refused():
     Batches(np.arange(16), 1, 8, seed=0)(0)
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("batch_size", (0, 8, 0)), ("context_length", (4, 0, 0)), ("seed", (4, 8, -1))],
+)
+def test_numbers_out_of_range_are_named(name, sizes):
+    with pytest.raises(UserError, match=f"{name} must be"):
+        Batches(np.arange(100), *sizes)
+    if name == "context_length":
+        with pytest.raises(UserError, match=f"{name} must be"):
+            evaluation_batches(np.arange(100), 0)
+
+
 @given(tokens=st.integers(2, 300), context=st.integers(1, 20), devices=st.integers(1, 4))
 def test_validation_windows_hold_every_target_once(tokens, context, devices):
     ids = np.arange(tokens)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from conftest import TINY, VOCAB, tiny_model
 
+from gptlite.errors import UserError
 from gptlite.machine.mesh import make_mesh
 from gptlite.text import batches as batches_module
 from gptlite.text.tokens import Split
@@ -31,6 +32,13 @@ def test_it_is_the_mean_over_every_token(tokens, monkeypatch):
     value = Evaluation(ids, TINY.context_length, make_mesh())(model)
     # A mean of up to 99 float32 losses, summed in another order.
     np.testing.assert_allclose(value, np.mean(losses), rtol=1e-5)
+
+
+@pytest.mark.parametrize("wrong", [-1, VOCAB])
+def test_a_text_of_another_tokenizer_is_refused(wrong):
+    evaluation = Evaluation(np.array([0, wrong, 1], np.int32), TINY.context_length, make_mesh())
+    with pytest.raises(UserError, match=f"from 0 to {VOCAB - 1}, .* got {wrong}"):
+        evaluation(tiny_model())
 
 
 def test_bits_per_byte_of_a_uniform_guess():

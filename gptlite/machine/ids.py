@@ -1,0 +1,29 @@
+"""The check of ids against a vocabulary."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from gptlite.errors import require
+
+
+def check_ids(ids: Any, vocab_size: int, lengths: Any = None) -> None:
+    """Check `ids`, `[*batch, seq]`, of which the first `lengths` of a sequence are real (default:
+    all). Padding follows them, and may be anything.
+
+    **Raises:** `UserError` if an id is not in the vocabulary. In a compiled function, where ids are
+    not known, nothing is checked.
+    """
+    facts = jax.tree.leaves((ids, lengths))
+    if any(isinstance(x, Tracer) or not getattr(x, "is_fully_addressable", True) for x in facts):
+        return
+    ids = np.asarray(ids)
+    end = ids.shape[-1] if lengths is None else np.asarray(lengths)[..., None]
+    real = np.arange(ids.shape[-1]) < end
+    for i in (np.min(ids, where=real, initial=0), np.max(ids, where=real, initial=0)):
+        require(
+            0 <= i < vocab_size,
+            f"Ids must be from 0 to {vocab_size - 1}, the model's vocabulary, got {i}.",
+        )
