@@ -13,6 +13,7 @@ import numpy as np
 
 from gptlite.config import ModelConfig
 from gptlite.errors import UserError, require
+from gptlite.machine.fields import annotations, check_value
 from gptlite.machine.files import is_plausible
 from gptlite.machine.names import is_custom, split_options, with_options
 from gptlite.models.build import find_part
@@ -417,11 +418,12 @@ class _Import:
             raise UserError(f"The model's {name} must be of type {kind.__name__}, got {shown!r}.")
         return default if value is None else value
 
-    def number(self, name: str, default: Any = None) -> float:
+    def number(self, name: str, ours: type, field: str, default: Any = None) -> Any:
+        """The value of a field, checked as `field` of our class `ours` is."""
         value = self.get(name, default)
         if type(value) not in (int, float) or not is_plausible(value):
             raise UserError(f"The model's {name} must be a number, got {str(value)[:100]!r}.")
-        return value
+        return check_value(f"The model's {name}", value, annotations(ours)[field])
 
     def size(self, name: str, default: Any = None) -> int:
         value = self.get(name, default)
@@ -474,7 +476,7 @@ class _Import:
         for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
             self.require(name, False, default=False)
         activation = self.activation("activation_function", "gelu_new", ACTIVATIONS)
-        eps = self.number("layer_norm_epsilon", 1e-5)
+        eps = self.number("layer_norm_epsilon", LayerNormOptions, "eps", 1e-5)
         return ModelConfig(
             n_layers=self.size("n_layer", 12),
             n_heads=self.size("n_head", 12),
@@ -505,7 +507,7 @@ class _Import:
         n_layers, n_heads = self.size("num_hidden_layers"), self.size("num_attention_heads")
         d_model, is_gemma = self.size("hidden_size"), kind == "gemma3_text"
         d_head = self.size("head_dim", d_model // n_heads)
-        eps = self.number("rms_norm_eps", 1e-6)
+        eps = self.number("rms_norm_eps", RMSNormOptions, "eps", 1e-6)
         window = self.window(kind, n_layers)
         attention_bias = self.require("attention_bias", True, False, default=False)
         mlp_bias = self.require("mlp_bias", True, False, default=False)
@@ -524,11 +526,7 @@ class _Import:
         if window is not None:
             options = SlidingOptions(**vars(options), window=window)
         if is_gemma:
-            scalar = self.number("query_pre_attn_scalar", 256)
-            require(
-                scalar == d_head,
-                f"The model's query_pre_attn_scalar is {scalar}: gptlite has head_dim, {d_head}.",
-            )
+            self.require("query_pre_attn_scalar", d_head, default=256)
             for name in ("attn_logit_softcapping", "use_bidirectional_attention"):
                 self.require(name, None, False)
             self.asked.add("sliding_window_pattern")
@@ -551,7 +549,9 @@ class _Import:
             embed_previous=0,
             scale_embedding=is_gemma,
             qk_norm=qk_norm,
-            logit_cap=None if cap is None else self.number("final_logit_softcapping"),
+            logit_cap=None
+            if cap is None
+            else self.number("final_logit_softcapping", ModelConfig, "logit_cap"),
             bias=mlp_bias,
             tied_head=self.require("tie_word_embeddings", True, False, default=is_gemma),
             init="gpt2",
@@ -568,7 +568,7 @@ class _Import:
         if not uses or window is None or kind in ("llama", "arcee"):
             return None
         if types is None:
-            first = self.number("max_window_layers", 28)
+            first = self.get("max_window_layers", 28, int)
             every = self.size("sliding_window_pattern", 6)
             is_full = [
                 (i + 1) % every == 0 if kind == "gemma3_text" else i < first
@@ -607,14 +607,14 @@ class _Import:
         rope = _Import({f"rope_parameters.{name}": x for name, x in rope_fields.items()})
         rope.asked.clear()
         rope.require("rope_parameters.partial_rotary_factor", 1.0, default=1.0)
-        theta = float(rope.number("rope_parameters.rope_theta"))
+        theta = rope.number("rope_parameters.rope_theta", RotaryOptions, "theta")
         options: dict[str, Any] = {"theta": theta}
         if (
             rope.require("rope_parameters.rope_type", "default", "llama3", default="default")
             == "llama3"
         ):
             options |= {
-                ours: rope.number(f"rope_parameters.{theirs}")
+                ours: rope.number(f"rope_parameters.{theirs}", RotaryOptions, ours)
                 for ours, theirs in (
                     ("factor", "factor"),
                     ("low_frequency", "low_freq_factor"),

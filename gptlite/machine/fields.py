@@ -78,7 +78,7 @@ class Free:
 def settled(config: Any, occasion: Occasion | None, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The fields of a config that may not change on an occasion (None: all), by name, with their
     values."""
-    for name, kind in _hints(type(config)).items():
+    for name, kind in annotations(type(config)).items():
         notes = getattr(kind, "__metadata__", ())
         if any(isinstance(note, Free) and occasion in note.on for note in notes):
             continue
@@ -140,14 +140,15 @@ def check_value(name: str, value: Any, kind: Any) -> Any:
 
 
 @functools.cache
-def _hints(kind: type) -> Mapping[str, Any]:
+def annotations(kind: type) -> Mapping[str, Any]:
+    """The annotations of the fields of a class, with their `Annotated`."""
     return get_type_hints(kind, include_extras=True)
 
 
 def check_fields(section: str, config: Any) -> None:
     """`check_value` for every field of the dataclass `config`. The texts of a section, which are
     names, may have no control characters: a config may come from a stranger, and is printed."""
-    for name, kind in _hints(type(config)).items():
+    for name, kind in annotations(type(config)).items():
         value = getattr(config, name)
         object.__setattr__(config, name, check_value(f"{section}{name}", value, kind))
         is_plain = not section or not isinstance(value, str) or CONTROL.search(value) is None

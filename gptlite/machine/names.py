@@ -8,10 +8,10 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from gptlite.errors import UserError, require
-from gptlite.machine.fields import Between, Rule, check_fields, check_value
+from gptlite.machine.fields import Between, Rule, annotations, check_fields, check_value
 
 # The name of a block, with its own options; in Python, also the class of a custom block.
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class BlockNames(Rule):
     @staticmethod
     def of(kind: type, field: str) -> tuple[str, ...]:
         """The names in the annotation of a field."""
-        notes = get_type_hints(kind, include_extras=True)[field].__metadata__
+        notes = annotations(kind)[field].__metadata__
         return next(note.names for note in notes if isinstance(note, BlockNames))
 
 

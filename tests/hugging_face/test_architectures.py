@@ -290,6 +290,21 @@ def test_half_precision_and_several_files_are_read(tmp_path):
         ({"num_hidden_layers": "2"}, "num_hidden_layers must be a whole number from 1 to"),
         ({"num_hidden_layers": math.inf}, "num_hidden_layers must be a whole number from 1 to"),
         ({"rms_norm_eps": math.nan}, "rms_norm_eps must be a number, got 'nan'"),
+        ({"rms_norm_eps": 0}, r"The model's rms_norm_eps must be above 0"),
+        ({"rope_theta": 0}, r"The model's rope_parameters.rope_theta must be above 1"),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "rope_theta": 1e4,
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 0,
+                }
+            },
+            r"rope_parameters.original_max_position_embeddings must be at least 1",
+        ),
         ({"hidden_act": ["silu"]}, "hidden_act must be of type str, got"),
         ({"rope_parameters": 3}, "rope_parameters must be of type dict, got '3'"),
         ({"model_type": ["llama"]}, "model_type is"),
