@@ -39,8 +39,8 @@ def read_glove(
                     len(numbers) == d
                     and d >= 1
                     and (not _is_number(word.rpartition(" ")[2]) or " " not in word),
-                    f"Line {number} of {path} must be a word and {max(d, 1)} numbers, got "
-                    f"{line[:60].rstrip()!r}.",
+                    f"Line {number} of {path} must be a word and {max(d, 1)} numbers, with a "
+                    f"space between, got {line[:60].rstrip()!r}.",
                 )
                 if word in wanted:
                     vectors[word] = _vector(numbers, f"Line {number} of {path}")

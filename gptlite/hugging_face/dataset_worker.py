@@ -109,6 +109,7 @@ class Dataset:
             else:
                 # Its names are patterns, in which brackets are no letters.
                 here = os.path.exists(source)
+                require(not here or os.path.isfile(source), f"{source} is not a regular file.")
                 file = glob.escape(os.path.abspath(source)) if here else source
                 builder = datasets.load_dataset_builder(kind, data_files=file)
             self.notes += _check_files(source, builder)

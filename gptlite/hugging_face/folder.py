@@ -19,10 +19,9 @@ from gptlite.hugging_face.architectures import (
     vocab_size_of,
 )
 from gptlite.hugging_face.hub import INDEX, fetch, find_folder
-from gptlite.hugging_face.tokenizer import read_hf_tokenizer, to_hf_tokenizer
-from gptlite.machine.files import behind_links, open_regular, write_atomically, write_json
+from gptlite.hugging_face.tokenizer import read_fields, read_hf_tokenizer, to_hf_tokenizer
+from gptlite.machine.files import open_regular, write_atomically, write_json
 from gptlite.machine.printed import CONTROL
-from gptlite.machine.records import read_record
 from gptlite.runs.model import abstract_model
 from gptlite.runs.run import Run
 from gptlite.runs.weights import fill, named_arrays, named_leaves, require_room
@@ -44,7 +43,7 @@ def load_hf(name: str) -> Run:
     **Raises:** `UserError` if it cannot be read or fetched, or has what gptlite does not have.
     """
     folder = find_folder(name)
-    fields = _read(folder / "config.json")
+    fields = read_fields(folder / "config.json")
     model, vocab_size = from_hf_config(fields), vocab_size_of(fields)
     tokenizer = load_hf_tokenizer(folder)
     abstract = abstract_model(model, tokenizer)
@@ -102,7 +101,7 @@ def load_hf_tokenizer(folder: Path) -> Tokenizer:
 
     **Raises:** `UserError` as `load_hf` does.
     """
-    fields = _read(folder / "config.json")
+    fields = read_fields(folder / "config.json")
     vocab_size = vocab_size_of(fields)
     return read_hf_tokenizer(folder, vocab_size, _end_ids(folder, fields, vocab_size))
 
@@ -112,20 +111,13 @@ def load_hf_config(folder: Path) -> ModelConfig:
 
     **Raises:** `UserError` as `load_hf` does.
     """
-    return from_hf_config(_read(folder / "config.json"))
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return read_record(behind_links(path), dict[str, Any])
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}.") from error
+    return from_hf_config(read_fields(folder / "config.json"))
 
 
 def _end_ids(folder: Path, fields: dict[str, Any], vocab_size: int) -> list[int]:
     """The ids that end a text: `eos_token_id` is an id, several, or none."""
     path = folder / "generation_config.json"
-    value = (_read(path) if path.exists() else fields).get("eos_token_id")
+    value = (read_fields(path) if path.exists() else fields).get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     right = all(type(i) is int and i >= 0 for i in ids)
     require(right, f"The model's eos_token_id must be ids, got {str(value)[:100]!r}.")
@@ -140,7 +132,7 @@ def _weight_files(folder: Path) -> list[str]:
     """
     if os.path.lexists(folder / WEIGHTS) or not (folder / INDEX).exists():
         return [WEIGHTS]
-    files = _read(folder / INDEX).get("weight_map")
+    files = read_fields(folder / INDEX).get("weight_map")
     right = isinstance(files, dict) and all(
         isinstance(file, str)
         and file == Path(file).name

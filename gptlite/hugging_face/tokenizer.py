@@ -1,6 +1,7 @@
 """Tokenizers in the format of Hugging Face's `tokenizers`: read, and written for others."""
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -272,12 +273,12 @@ def read_hf_tokenizer(
     **Raises:** `UserError` if a file cannot be read, or has what gptlite does not have.
     """
     path, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    fields, named = (
+        read_fields(file) if os.path.lexists(file) else {}
+        for file in (settings, folder / "special_tokens_map.json")
+    )
     try:
         content = read_bounded(behind_links(path), MAX_TOKENIZER).decode("utf-8")
-        fields, named = (
-            read_record(behind_links(file), dict[str, Any]) if file.exists() else {}
-            for file in (settings, folder / "special_tokens_map.json")
-        )
         record = json.loads(content)
         check_components(record)
         if for_training:
@@ -294,6 +295,17 @@ def read_hf_tokenizer(
         f"add_prefix_space is true in {settings} and false in {path}: gptlite reads the second.",
     )
     return tokenizer
+
+
+def read_fields(path: Path) -> dict[str, Any]:
+    """The fields of an object in JSON.
+
+    **Raises:** `UserError` if there is none.
+    """
+    try:
+        return read_record(behind_links(path), dict[str, Any])
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}.") from error
 
 
 def _eos(settings: Mapping[str, Any], named: Mapping[str, Any]) -> str:

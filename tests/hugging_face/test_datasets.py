@@ -440,6 +440,12 @@ def test_columns_that_are_no_text_are_not_made(tmp_path, monkeypatch):
     assert list(documents(tmp_path).read(None)) == ["hi"]
 
 
+def test_a_pipe_is_no_dataset(tmp_path):
+    os.mkfifo(tmp_path / "a.txt")
+    with pytest.raises(UserError, match=r"a\.txt is not a regular file"):
+        documents(tmp_path / "a.txt")
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "begin", "end"),

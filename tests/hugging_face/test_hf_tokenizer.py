@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 
 import numpy as np
 import pytest
@@ -454,6 +455,19 @@ def test_the_end_of_a_text_is_found_where_transformers_finds_it(settings, named,
     write_folder(tmp_path, made.to_str(), settings)
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(named))
     assert make_tokenizer(f"hf:{tmp_path}").end_ids == found
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("content", ["[]", "{", None])
+def test_settings_that_cannot_be_read_are_named(name, content, tmp_path):
+    write_folder(tmp_path, to_hf_tokenizer(ByteTokenizer()), {})
+    (tmp_path / name).unlink(missing_ok=True)
+    if content is None:
+        os.mkfifo(tmp_path / name)
+    else:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=f"^{tmp_path / name} cannot be read"):
+        make_tokenizer(f"hf:{tmp_path}")
 
 
 def template(single: list[dict], **special: dict) -> dict:
