@@ -13,15 +13,23 @@ def check_ids(ids: Any, vocab_size: int, lengths: Any = None) -> None:
     """Check `ids`, `[*batch, seq]`, of which the first `lengths` of a sequence are real (default:
     all). Padding follows them, and may be anything.
 
-    **Raises:** `UserError` if an id is not in the vocabulary. In a compiled function, where ids are
-    not known, nothing is checked.
+    **Raises:** `UserError` if an id is not in the vocabulary, or `lengths` do not fit the ids. In a
+    compiled function, where both are not known, only their shapes are checked.
     """
+    *batch, seq = ids.shape
+    require(
+        lengths is None or np.shape(lengths) in ((), (*batch,)),
+        f"lengths must have the shape [] or {batch}, one for each sequence, got "
+        f"{list(np.shape(lengths))}.",
+    )
     facts = jax.tree.leaves((ids, lengths))
     if any(isinstance(x, Tracer) or not getattr(x, "is_fully_addressable", True) for x in facts):
         return
     ids = np.asarray(ids)
-    end = ids.shape[-1] if lengths is None else np.asarray(lengths)[..., None]
-    real = np.arange(ids.shape[-1]) < end
+    end = np.asarray(seq if lengths is None else lengths)
+    for i in (np.min(end, initial=seq), np.max(end, initial=0)):
+        require(0 <= i <= seq, f"lengths must be from 0 to {seq}, the length of ids, got {i}.")
+    real = np.arange(seq) < end[..., None]
     for i in (np.min(ids, where=real, initial=0), np.max(ids, where=real, initial=0)):
         require(
             0 <= i < vocab_size,

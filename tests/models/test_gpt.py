@@ -210,6 +210,19 @@ def test_padding_may_be_anything_and_a_batch_empty():
             model(padded, lengths=np.array([4, 2, 12]))
 
 
+@pytest.mark.parametrize(
+    ("lengths", "words"),
+    [
+        ([4, 1], r"must have the shape \[\] or \[3\], one for each sequence, got \[2\]"),
+        ([4, 1, 13], "must be from 0 to 12, the length of ids, got 13"),
+        ([4, -1, 2], "must be from 0 to 12, the length of ids, got -1"),
+    ],
+)
+def test_lengths_that_do_not_fit_are_refused(lengths, words):
+    with pytest.raises(UserError, match=f"lengths {words}"):
+        tiny_model()(IDS, lengths=np.array(lengths))
+
+
 def test_ids_may_be_numpys():
     model = tiny_model()
     for dtype in (np.int32, np.int64):
