@@ -20,7 +20,7 @@ from gptlite.hugging_face.architectures import (
 )
 from gptlite.hugging_face.hub import INDEX, fetch, find_folder
 from gptlite.hugging_face.tokenizer import read_fields, read_hf_tokenizer, to_hf_tokenizer
-from gptlite.machine.files import open_regular, write_atomically, write_json
+from gptlite.machine.files import behind_links, open_regular, write_atomically, write_json
 from gptlite.machine.printed import CONTROL
 from gptlite.runs.model import abstract_model
 from gptlite.runs.run import Run

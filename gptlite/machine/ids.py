@@ -17,10 +17,10 @@ def check_ids(ids: Any, vocab_size: int, lengths: Any = None) -> None:
     compiled function, where both are not known, only their shapes are checked.
     """
     *batch, seq = ids.shape
+    shape = [] if lengths is None else [*np.shape(lengths)]
     require(
-        lengths is None or np.shape(lengths) in ((), (*batch,)),
-        f"lengths must have the shape [] or {batch}, one for each sequence, got "
-        f"{list(np.shape(lengths))}.",
+        shape in ([], batch),
+        f"lengths must have the shape [] or {batch}, one for each sequence, got {shape}.",
     )
     facts = jax.tree.leaves((ids, lengths))
     if any(isinstance(x, Tracer) or not getattr(x, "is_fully_addressable", True) for x in facts):
