@@ -3,7 +3,10 @@
 import ast
 import functools
 import re
+import sys
+import tomllib
 from collections.abc import Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -37,6 +40,10 @@ PARTS = {
 # Lines, with docstrings: of the core, and of train.py.
 BUDGET, STORY = 4_800, 120
 LINES_PER_HOUR = 700
+# The first names of modules that need no requirement: jax brings the jaxlib of its version.
+OURS = {"jaxlib"} | {
+    x.stem for place in (ROOT, ROOT / "tests", ROOT / "benchmarks") for x in place.iterdir()
+}
 
 
 def module_name(path: Path) -> str:
@@ -139,6 +146,40 @@ def test_imports_have_no_circle():
         for module in ready:
             del left[module]
     assert not left, "these import each other, or what does"
+
+
+def requirements() -> dict[str, set[str]]:
+    """The packages that pyproject.toml names: by extra, and "" for all users."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = {"": project["dependencies"], **project["optional-dependencies"]}
+    return {
+        extra: {re.split(r"[^\w-]", line)[0].replace("_", "-").lower() for line in lines}
+        for extra, lines in named.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "path", [*MODULES.values(), *sorted(ROOT.glob("tests/**/*.py"))], ids=module_name
+)
+def test_every_package_that_is_imported_is_required_by_name(path):
+    """Another package may bring it today, and not tomorrow. What a wing imports, or a function, may
+    be an extra."""
+    named, distributions = requirements(), packages_distributions()
+    is_test = path.is_relative_to(ROOT / "tests")
+    at_once = named[""] | (named["serve"] | named["test"] if is_test else set())
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            tops = {name.name.partition(".")[0] for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            tops = {str(node.module).partition(".")[0]}
+        else:
+            continue
+        is_late = node not in tree.body or (not is_test and part_of(module_name(path)) == "wing")
+        allowed = at_once.union(*named.values()) if is_late else at_once
+        for top in tops - OURS - sys.stdlib_module_names:
+            packages = {name.replace("_", "-").lower() for name in distributions.get(top, [top])}
+            assert packages & allowed, f"{top} is imported, and no requirement"
 
 
 def listed() -> list[tuple[str, int, int]]:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TINY
-from support.servers import NAME, TOKENIZER, served_model, serving
+from support.servers import NAME, TOKENIZER, post, served_model, serving
 
 from gptlite.config import SamplingConfig
 from gptlite.generation.generate import generate
@@ -262,20 +262,6 @@ def test_a_bad_request_is_refused_with_a_sentence(address, words, sentence):
     assert set(answer["error"]) == {"message", "type", "param", "code"}
     assert re.search(sentence, answer["error"]["message"])
     assert len(answer["error"]["message"]) < 600
-
-
-def post(
-    address, body, path="/v1/completions", method="POST", **headers
-) -> tuple[int, Any, http.client.HTTPMessage]:
-    """Status, JSON and headers of the answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", address.port, timeout=30)
-    given = {"Content-Type": "application/json"}
-    given |= {name.replace("_", "-"): value for name, value in headers.items()}
-    connection.request(method, path, body, given)
-    answer = connection.getresponse()
-    content = answer.read()
-    connection.close()
-    return answer.status, json.loads(content) if content else None, answer.headers
 
 
 RUBBISH = [

@@ -4,14 +4,13 @@ import json
 import re
 from typing import Any
 
-import httpx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
 from conftest import tiny_model
-from support.servers import NAME, serving
+from support.servers import NAME, post, serving
 
 from gptlite.errors import UserError
 from gptlite.generation.generate import generate
@@ -78,7 +77,7 @@ def test_a_chat_of_any_number_of_messages_is_refused(tokenizer, tmp_path):
     assert chat is not None
     asked = {"model": NAME, "messages": [{"role": "user", "content": ""}] * 2049}
     with serving(tiny_model(), tokenizer=tokenizer, chat=chat) as address:
-        answer = post(address, "/v1/chat/completions", asked)
+        _, answer, _ = post(address, json.dumps(asked), "/v1/chat/completions")
     assert answer["error"]["message"] == "A chat may have 2,048 messages, got 2,049."
 
 
@@ -101,7 +100,7 @@ def test_a_chat_that_cannot_fit_is_not_encoded(tokenizer, tmp_path):
     assert chat is not None
     asked = {"model": NAME, "messages": [{"role": "user", "content": "ab" * 10_000}]}
     with serving(tiny_model(), tokenizer=tokenizer, chat=chat) as address:
-        answer = post(address, "/v1/chat/completions", asked)
+        _, answer, _ = post(address, json.dumps(asked), "/v1/chat/completions")
     assert re.match("A chat that fits .* at most .* characters, got", answer["error"]["message"])
 
 
@@ -143,9 +142,9 @@ def test_a_template_that_breaks_its_limits_is_out_of_use_and_all_else_serves_on(
     asked = {"model": NAME, "messages": [{"role": "user", "content": "ab"}]}
     with serving(tiny_model(), tokenizer=tokenizer, chat=chat) as address:
         for _ in range(2):  # the second one at once
-            answer = post(address, "/v1/chat/completions", asked)
+            _, answer, _ = post(address, json.dumps(asked), "/v1/chat/completions")
             assert answer["error"]["message"].startswith("The model's chat template took more")
-        completion = post(address, "/v1/completions", {"model": NAME, "prompt": "ab"})
+        _, completion, _ = post(address, json.dumps({"model": NAME, "prompt": "ab"}))
         assert completion["choices"][0]["finish_reason"] in ("stop", "length")
     assert chat._process._process.poll() is not None
 
@@ -162,15 +161,10 @@ def test_a_text_that_is_too_long_is_refused_and_the_template_stays(tokenizer, tm
 def test_a_model_without_a_template_says_so(tokenizer):
     with serving(tiny_model(), tokenizer=tokenizer) as address:
         asked = {"model": NAME, "messages": [{"role": "user", "content": "ab"}]}
-        error = post(address, "/v1/chat/completions", asked)["error"]
+        _, answer, _ = post(address, json.dumps(asked), "/v1/chat/completions")
+        error = answer["error"]
         assert "has no chat template. POST /v1/completions" in error["message"]
         assert error["code"] == "no_chat_template"
-
-
-def post(address: Any, path: str, body: Any) -> Any:
-    """The answer, whatever its status."""
-    response = httpx.post(address.url.removesuffix("/v1") + path, json=body, timeout=60)
-    return response.json()
 
 
 # What OpenAI's documentation gives as the default, of fields that the package does not have.

@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import http.client
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -46,6 +48,24 @@ class Address:
         while self.engine.n_active or self.engine.n_waiting:
             assert time.monotonic() < end, "texts are left"
             time.sleep(0.005)
+
+
+def post(
+    address: Address,
+    body: bytes | str,
+    path: str = "/v1/completions",
+    method: str = "POST",
+    **headers: str,
+) -> tuple[int, Any, http.client.HTTPMessage]:
+    """Status, JSON and headers of the answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", address.port, timeout=30)
+    given = {"Content-Type": "application/json"}
+    given |= {name.replace("_", "-"): value for name, value in headers.items()}
+    connection.request(method, path, body, given)
+    answer = connection.getresponse()
+    content = answer.read()
+    connection.close()
+    return answer.status, json.loads(content) if content else None, answer.headers
 
 
 @contextlib.contextmanager
