@@ -52,7 +52,7 @@ class Address:
 
 def post(
     address: Address,
-    body: bytes | str,
+    body: bytes | str | None,
     path: str = "/v1/completions",
     method: str = "POST",
     **headers: str,
