@@ -26,10 +26,11 @@ jaxtyping.install_import_hook(
         f"gptlite.{package}"
         for package in (
             *("text.batches", "text.tokenizer", "nn", "models", "inspect", "training", "family"),
-            *("generation.generate", "generation.sampling", "research"),
+            *("generation.generate", "generation.sampling", "research", "text.tokens"),
+            *("runs.frozen", "runs.model", "runs.tokenizers", "hugging_face.folder"),
         )
     ],
-    "gptlite.machine.typecheck.typechecker",
+    "gptlite.machine.typecheck.checked",
 )
 
 __version__ = "0.1.0"

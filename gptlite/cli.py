@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_origin, get_type_hints
 
 import tyro
 
@@ -348,6 +348,7 @@ def _suggest(kind: Any, args: Sequence[str]) -> None:
             "The preset comes first, without a name of its own, as in python train.py laptop.",
         )
         meant = [name for name in known if name.lstrip("-").rpartition(".")[2] == option[2:]]
+        meant = meant or [name for name in known if name == f"--{option.rpartition('.')[2]}"]
         meant = meant or [name for name in known if name == OTHER_NAMES.get(option)]
         meant = meant or difflib.get_close_matches(option, known, 1, 0.75)
         require(not meant, f"There is no option {option}: did you mean {' or '.join(meant)}?")
@@ -355,8 +356,12 @@ def _suggest(kind: Any, args: Sequence[str]) -> None:
 
 def _options(kind: Any, prefix: str = "--") -> Iterator[str]:
     """The names of the options of a command line."""
-    for name, hint in get_type_hints(kind).items():
+    for name, noted in get_type_hints(kind, include_extras=True).items():
         option = f"{prefix}{name.replace('_', '-')}"
+        is_noted = get_origin(noted) is Annotated
+        hint, *notes = (noted.__origin__, *noted.__metadata__) if is_noted else (noted,)
+        if tyro.conf.Suppress in notes:
+            continue
         if dataclasses.is_dataclass(hint):  # `config` and `sampling` have no name of their own
             flat = name in ("config", "sampling")
             yield from _options(hint, prefix if flat else f"{option}.")
@@ -531,6 +536,12 @@ class _BaseOnly:
 def parse_compare(argv: Sequence[str]) -> tuple[CompareArguments, dict[str, Config]]:
     """`compare.py`'s command line, and the variants that it asks for by name, the base first.
     `argv` is without the program's name."""
+    for word in argv:
+        option = word.partition("=")[0].replace("_", "-")
+        require(
+            not option.startswith(("--init-from", "--training.init-from", "--model.lora")),
+            f"A comparison trains whole models from the beginning: leave {option} out.",
+        )
     first, _ = parse_words(_BaseOnly, argv, add_help=False, return_unknown_args=True)
     base = first.base if first.base in PRESETS else DEFAULT_PRESET
     default: Any = CompareArguments(base, config=PRESETS[base][1])  # pyright: ignore[reportArgumentType]
@@ -578,9 +589,11 @@ def _changed(config: Config, settings: Sequence[str]) -> Config:
     for setting in settings:
         name, value = _field_name(setting), setting.partition("=")[2]
         require(
-            name.split(".")[0] in ("model", "optimizer", "training") and name != "training.seed",
-            "--vary takes fields of model, optimizer and training (except the seed, which "
-            f"--seeds varies), got {name!r}.",
+            name.split(".")[0] in ("model", "optimizer", "training")
+            and name not in ("training.seed", "training.init_from", "model.lora"),
+            "--vary takes fields of model, optimizer and training (except the seed, which --seeds "
+            "varies, and init_from and lora, because models are trained from the beginning), got "
+            f"{name!r}.",
         )
         is_bool = value.lower() in ("true", "false")
         argv += [f"--{name}", value.capitalize() if is_bool else value]

@@ -257,7 +257,7 @@ def load_class(name: str) -> type:
         sys.path.insert(0, str(path.parent))
         try:
             # Its annotations are checked as the package's are.
-            hook = jaxtyping.install_import_hook(stem, "gptlite.machine.typecheck.typechecker")
+            hook = jaxtyping.install_import_hook(stem, "gptlite.machine.typecheck.checked")
             with hook, _source_only():
                 module = importlib.import_module(stem)
             setattr(module, _SOURCE, source)

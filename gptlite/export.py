@@ -17,11 +17,11 @@ def main(
     *,
     debug: bool = False,
 ) -> None:
-    """Write a run's best weights, config and tokenizer in Hugging Face's format, for
-    AutoModelForCausalLM and AutoTokenizer of transformers.
+    """Write a model's weights (of a run, the best), config and tokenizer in Hugging Face's format,
+    for AutoModelForCausalLM and AutoTokenizer of transformers.
 
     Args:
-        run: The run's folder, or its name in runs/.
+        run: The run's folder, or its name in runs/; or hf:NAME, as sample.py takes it.
         folder: A new folder.
         debug: Show where in the code an error came from.
     """
@@ -32,10 +32,10 @@ def main(
     from gptlite.runs.load import load
     from gptlite.runs.saved_config import load_config
 
-    path = find_run(run)
-    # Blocks that cannot be exported are refused first: a custom one would have to be named to load.
-    to_hf_config(load_config(path / "config.json").model, vocab_size=1)
-    export_run(load(path), folder)
+    if not run.startswith("hf:"):
+        # Blocks that cannot be exported are refused first: a custom one would have to be named.
+        to_hf_config(load_config(find_run(run) / "config.json").model, vocab_size=1)
+    export_run(load(run), folder)
     log(f"{folder} is written: AutoModelForCausalLM.from_pretrained({str(folder)!r}) loads it")
 
 

@@ -223,7 +223,7 @@ def test_a_compiled_file_beside_the_source_is_not_executed(file, tmp_path, monke
     stem = file.removesuffix(".py")
     Path(file).write_text("open('planted', 'w')")
     sys.path.insert(0, str(tmp_path))
-    with jaxtyping.install_import_hook(stem, "gptlite.machine.typecheck.typechecker"):
+    with jaxtyping.install_import_hook(stem, "gptlite.machine.typecheck.checked"):
         importlib.import_module(stem)
     sys.path.remove(str(tmp_path))
     forget(stem)

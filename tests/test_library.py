@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TEXT, run_script
+from jaxtyping import TypeCheckError
 
 import gptlite as gl
 
@@ -178,4 +179,20 @@ def made(**knobs: Any) -> list[list[str]]:
 def test_a_wrong_argument_is_named(call, words, place, monkeypatch):
     monkeypatch.chdir(place)
     with pytest.raises(gl.UserError, match=words):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: gl.export_run("new", "folder"), "'run'"),  # pyright: ignore
+        (lambda: gl.make_tokenizer("char", 4), "'corpus'"),  # pyright: ignore
+        (lambda: gl.trainable("quick", gl.load("new").model), "'config'"),  # pyright: ignore
+        (lambda: gl.split_corpus("text", "char"), "'corpus'"),  # pyright: ignore
+        (lambda: gl.make_model("quick", "char", key=KEY), "'config'"),  # pyright: ignore
+    ],
+)
+def test_an_argument_of_another_type_is_named(call, words, place, monkeypatch):
+    monkeypatch.chdir(place)
+    with pytest.raises(TypeCheckError, match=f"parameter {words}"):
         call()

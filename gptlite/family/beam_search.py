@@ -67,7 +67,7 @@ def beam_search(
     - `start`, `end`: the token that the decoder reads first, and the one after which it stops.
     - `max_new_tokens`: the maximum length. Default: the model's context length.
 
-    **Raises:** `UserError` if there is no source, an id is not in its vocabulary, or a number is
+    **Raises:** `UserError` if a source has no token, an id is not in its vocabulary, or a number is
     out of bounds.
     """
     context_length = model.config.context_length
@@ -78,7 +78,7 @@ def beam_search(
     Between(1, context_length).check("max_new_tokens", max_new_tokens)
     for name, token in (("start", start), ("end", end)):
         Between(0, model.decoder.vocab_size - 1).check(name, token)
-    check_ids(source, model.encoder.vocab_size, source_lengths)
+    check_ids(source, model.encoder.vocab_size, source_lengths, shortest=1)
     model = unstacked(model)
     return _search(model, source, source_lengths, start, end, max_new_tokens, beam, length_penalty)
 

@@ -10,16 +10,16 @@ from beartype import BeartypeConf, beartype
 _check = beartype(conf=BeartypeConf(is_pep484_tower=True))
 
 
-def typechecker(function: Callable[..., Any]) -> Callable[..., Any]:
+def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, checked by beartype. The check is made when `function` is first called: most are
     never called in a process, and to make all would take a third of a second of every start."""
-    checked = None
+    checker = None
 
     @functools.wraps(function)
     def check(*args, **kwargs):
-        nonlocal checked
-        if checked is None:
-            checked = _check(function)
-        return checked(*args, **kwargs)
+        nonlocal checker
+        if checker is None:
+            checker = _check(function)
+        return checker(*args, **kwargs)
 
     return check

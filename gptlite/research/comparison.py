@@ -29,8 +29,10 @@ from gptlite.research.seeds import SeedsProgress, fit_seeds
 from gptlite.research.statistics import Verdict, judge
 from gptlite.runs.frozen import trainable
 from gptlite.runs.model import abstract_model
+from gptlite.text.batches import Batches
 from gptlite.text.tokenizer import Tokenizer
 from gptlite.text.tokens import Split
+from gptlite.training.optimizer import make_optimizer
 
 # Interleaved dispatches that time a variant against the base.
 TIMED_DISPATCHES = 5
@@ -240,7 +242,11 @@ class Comparison:
     def _count_cost(self, config: Config) -> tuple[int, int]:
         """Parameters, and training FLOPs per token."""
         model = self._abstract_model(config)
-        flops = flops_per_token(model, trainable(config, model))[1]
+        trained = trainable(config, model)
+        # For its errors: the optimizer may not fit what is trained.
+        make_optimizer(config.optimizer, config.training.steps, eqx.filter(model, trained))
+        Batches(self._split.train, config.training.batch_size, config.model.context_length, 0)
+        flops = flops_per_token(model, trained)[1]
         return count_parameters(model), flops
 
     def _abstract_model(self, config: Config) -> Any:

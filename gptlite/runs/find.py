@@ -88,6 +88,11 @@ def find_run(name: str | None) -> Path:
                 "first, in this folder, or name a run's folder with --run."
             )
         return newest
+    require(
+        not name.startswith("hf:"),
+        f"{name} is a model in Hugging Face's format, and no run that can be resumed: "
+        f"--init-from {name} begins a run with its weights.",
+    )
     is_name = name.strip() != "" and CONTROL.search(name) is None
     require(is_name, f"There is no run named {name!r}.")
     for path in (Path(name), RUNS_FOLDER / name):

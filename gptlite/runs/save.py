@@ -45,6 +45,7 @@ def save_run(
     NaN, there is a run of that name, or it cannot be written.
     """
     require(isinstance(model, GPT), f"A run is of a GPT, got {type(model).__name__}.")
+    require(isinstance(tokenizer, Tokenizer), f"A run has a tokenizer, got {tokenizer!r:.100}.")
     if model.config.lora is not None:
         from gptlite.adapters import merged
 

@@ -301,12 +301,13 @@ async def _chunks(
     include_usage: bool,
     engine: Engine,
 ) -> AsyncIterator[str]:
+    usage: dict[str, Any] = {"usage": None} if include_usage else {}
     async for index, piece in mailbox.pieces():
         if piece.finish_reason == "error":
             yield json.dumps(_failure(engine).body())
             return
         choice = form.choice(index, piece, scored=scored, streamed=True)
-        yield json.dumps(form.part([choice]))  # ASCII: some clients split lines at U+2028
+        yield json.dumps(form.part([choice], **usage))  # ASCII: some clients split lines at U+2028
     if include_usage:
         yield json.dumps(form.part([], usage=form.usage(texts)))
     yield "[DONE]"

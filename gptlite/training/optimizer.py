@@ -84,8 +84,8 @@ def make_optimizer(
         )
         require(
             any(jax.tree.leaves(matrix)),
-            "The optimizer muon is for the matrices of a Stack, and none of the model's is "
-            "trained. Train a model that has not been unstacked, or use the optimizer adamw.",
+            "The optimizer muon is for the matrices of a Stack, and none is trained: use adamw, or "
+            "a model that has not been unstacked, or freeze less.",
         )
         kinds = jax.tree.map(
             lambda by_muon, decays: "muon" if by_muon else "decayed" if decays else "plain",

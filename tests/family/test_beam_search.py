@@ -149,6 +149,14 @@ def test_max_new_tokens_ends_the_search(model):
         ),
         ({"start": -1}, r"start must be at least 0 and at most 4, got -1"),
         ({"end": 5}, r"end must be at least 0 and at most 4, got 5"),
+        (
+            {"source_lengths": np.array([0, 1, 1, 1])},
+            "lengths must be from 1 to 4, the length of ids, got 0",
+        ),
+        (
+            {"source_lengths": np.array([1, 1, 1, 5])},
+            "lengths must be from 1 to 4, the length of ids, got 5",
+        ),
     ],
 )
 def test_what_cannot_be_is_said(model, options, sentence):

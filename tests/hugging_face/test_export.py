@@ -63,6 +63,9 @@ def test_an_exported_run_is_sampled_from_as_the_run_is(place):
     ]
     with safetensors.safe_open(place / "out" / "model.safetensors", "numpy") as file:
         assert file.metadata() == {"format": "pt"}
+    assert export(place, "hf:out", "again").code == 0
+    for path in (place / "out").iterdir():
+        assert (place / "again" / path.name).read_bytes() == path.read_bytes()
 
 
 def test_what_cannot_be_exported_is_said_and_nothing_is_written(place):

@@ -134,6 +134,14 @@ def test_a_variant_that_cannot_be_built_is_refused_before_training(tmp_path):
     wrong = dataclasses.replace(BASE, model=dataclasses.replace(BASE.model, mlp="relu2:rank=4"))
     with pytest.raises(UserError, match=r"model\.mlp relu2 has no option rank"):
         comparison(tmp_path).trained("a", wrong, range(2))
+    training = dataclasses.replace(BASE.training, freeze="embedding.*,stack.*")
+    optimizer = dataclasses.replace(BASE.optimizer, name="muon")
+    wrong = dataclasses.replace(BASE, training=training, optimizer=optimizer)
+    with pytest.raises(UserError, match="muon is for the matrices of a Stack, and none is trained"):
+        comparison(tmp_path).trained("a", wrong, range(2))
+    wrong = dataclasses.replace(BASE, model=dataclasses.replace(BASE.model, context_length=10_000))
+    with pytest.raises(UserError, match="training text is too short"):
+        comparison(tmp_path).trained("a", wrong, range(2))
 
 
 def test_long_and_similar_names_have_files_of_their_own(trained, tmp_path):
@@ -226,6 +234,10 @@ def test_the_command_line():
         ("--vary model.norm", "--vary takes SECTION.FIELD=VALUE,VALUE,..., got 'model.norm'"),
         ("--vary data.tokenizer=byte", "fields of model, optimizer and training"),
         ("--vary training.seed=1,2", "which --seeds varies"),
+        ("--vary training.init_from=a", "models are trained from the beginning"),
+        ("--vary model.lora=2", "models are trained from the beginning"),
+        ("--model.lora 2 --vary model.norm=dyt", "from the beginning: leave --model.lora out"),
+        ("--vary model.norm=dyt --init-from=a", "from the beginning: leave --init-from out"),
         ("--vary model.norm=rsm", "must be one of rms, layer, dyt"),
         ("--vary model.nrom=rms", "--model.nrom"),
         ("--vary model.norm=dyt --seeds 0", "seeds must be at least 1"),

@@ -104,6 +104,8 @@ def test_what_is_no_model_for_the_tokenizer_is_refused(make, words, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     with pytest.raises(gl.UserError, match=words):
         gl.save_run("mine", make(), gl.make_tokenizer("byte"))
+    with pytest.raises(gl.UserError, match="has a tokenizer, got 'byte'"):
+        gl.save_run("mine", gl.GPT(TINY, 13, key=jax.random.key(0)), "byte")  # pyright: ignore
     assert not (tmp_path / "runs").exists()
 
 

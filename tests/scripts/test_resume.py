@@ -86,6 +86,8 @@ def test_what_may_not_change_is_refused_by_name(place, words, said, monkeypatch,
     ("words", "said"),
     [
         (["--resume", "absent"], "There is no run absent"),
+        (["--resume", "hf:a"], "no run that can be resumed: --init-from hf:a begins a run"),
+        (["--training.init-from", "a"], "did you mean --init-from?"),
         (["--resume", ""], "no run named ''"),
         (["quick", "--resume", "whole"], "leave the preset quick out"),
         (["--resume"], "resume"),

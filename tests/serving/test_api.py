@@ -122,6 +122,7 @@ def test_a_stream_is_the_text_in_pieces(client):
     *chunks, last = list(stream)
     assert last.choices == []
     assert last.usage.completion_tokens == 400
+    assert all("usage" in chunk.model_fields_set and chunk.usage is None for chunk in chunks)
     for index, prompt in enumerate(["ab", "c"]):
         own = [c.choices[0] for c in chunks if c.choices[0].index == index]
         assert len(own) > 1

@@ -45,7 +45,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # also for the process that runs the scripts
 
 SECONDS, MEGABYTES = 20.0, 2000
-# Of the first runs, for which nothing is compiled yet.
+# Where nothing is compiled yet.
 COMPILING = 120.0
 CASES_PER_WORKER = 60
 TINY = (
@@ -114,7 +114,9 @@ def fuzz(
         restore(folder, made)
         kind, script, argv = draw_case(chance, folder, comparisons)
         before = snapshot(folder)
-        reply = worker.run(script, argv)
+        # A new variant compiles.
+        seconds = COMPILING if script == "compare" else SECONDS
+        reply = worker.run(script, argv, seconds)
         problem = judge(script, reply) or outside(folder, before)
         done += 1
         counts[f"{kind}: " + ("finding" if problem else f"exit {reply['code']}")] += 1
