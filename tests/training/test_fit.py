@@ -249,7 +249,7 @@ def test_a_state_of_another_step_is_refused():
 def test_muon_refuses_a_model_without_a_stack():
     """It would train by Adam alone, and nobody would be told."""
     muon = dataclasses.replace(CONFIG, optimizer=OptimizerConfig(name="muon"))
-    with pytest.raises(UserError, match=r"Train a model that has not been unstacked"):
+    with pytest.raises(UserError, match=r"use adamw, or a model that has not been unstacked"):
         steps_of(muon, unstacked(new_model()))
     steps_of(CONFIG, unstacked(new_model()))
 
