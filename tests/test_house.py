@@ -148,6 +148,7 @@ def test_imports_have_no_circle():
     assert not left, "these import each other, or what does"
 
 
+@functools.cache
 def requirements() -> dict[str, set[str]]:
     """The packages that pyproject.toml names: by extra, and "" for all users."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -158,13 +159,17 @@ def requirements() -> dict[str, set[str]]:
     }
 
 
+# Once: it reads the records of all that is installed.
+distributions_of = functools.cache(packages_distributions)
+
+
 @pytest.mark.parametrize(
     "path", [*MODULES.values(), *sorted(ROOT.glob("tests/**/*.py"))], ids=module_name
 )
 def test_every_package_that_is_imported_is_required_by_name(path):
     """Another package may bring it today, and not tomorrow. What a wing imports, or a function, may
     be an extra."""
-    named, distributions = requirements(), packages_distributions()
+    named, distributions = requirements(), distributions_of()
     is_test = path.is_relative_to(ROOT / "tests")
     at_once = named[""] | (named["serve"] | named["test"] if is_test else set())
     tree = ast.parse(path.read_text(encoding="utf-8"))
