@@ -85,8 +85,10 @@ class Transformer(eqx.Module):
         is taken for the last of it, and one below 0 has no embedding.)
         """
         seq, longest = ids.shape[-1], self.config.context_length
-        sizes = f"The model's context has {longest} tokens, got a sequence of {seq}."
-        require(1 <= seq <= longest, sizes)
+        require(
+            1 <= seq <= longest,
+            f"The model's context has {longest} tokens, got a sequence of {seq}.",
+        )
         check_ids(ids, self.vocab_size, context.lengths)
         hidden, _, aux_loss = self._run(jnp.asarray(ids), None, None, context, key)
         return hidden, aux_loss

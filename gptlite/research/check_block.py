@@ -17,8 +17,8 @@
     bfloat16    close to float32
     scan        a stack of blocks gives the same output unrolled and scanned
 
-From the command line: `python -m gptlite.research.check_block FILE.py:CLASS`, with options as
-`FILE.py:CLASS:rank=4`.
+From the command line: `python -m gptlite.research.check_block FILE.py:CLASS`. Options follow the
+name, as in `FILE.py:CLASS:rank=4`.
 """
 
 import inspect
