@@ -479,7 +479,8 @@ def _resumed(name: str, first: _First) -> Config:
 def _begun_from(preset: Config, name: str, custom: Sequence[str]) -> Config:
     """`preset` with the shape and the tokenizer of another model."""
     if name.startswith("hf:"):
-        from gptlite.hugging_face.folder import load_hf_config  # imports JAX
+        import_jax()
+        from gptlite.hugging_face.folder import load_hf_config
         from gptlite.hugging_face.hub import find_folder
 
         model, tokenizer = load_hf_config(find_folder(name.removeprefix("hf:"))), name

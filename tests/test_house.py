@@ -2,8 +2,11 @@
 
 import ast
 import functools
+import importlib
+import inspect
 import re
 import sys
+import textwrap
 import tomllib
 from collections.abc import Iterator
 from importlib.metadata import packages_distributions
@@ -212,3 +215,38 @@ def test_the_docs_list_the_core_as_it_is():
     for file, said, minutes in listed():
         assert abs(said - lines[file]) <= max(5, lines[file] // 10), f"{file} has {lines[file]}"
         assert minutes == max(1, round(60 * said / LINES_PER_HOUR)), file
+
+
+def programs() -> Iterator[tuple[str, ast.Module]]:
+    """Programs for other processes, which are strings in tests, and are looked at by no checker."""
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        formatted = [x for x in ast.walk(tree) if isinstance(x, ast.JoinedStr)]
+        parts = {id(part) for x in formatted for part in x.values}
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
+                continue
+            if id(node) in parts:  # of a program that is put together
+                continue
+            if re.search(r"(?m)^\s*(from|import) gptlite\b", node.value):
+                yield f"{path.name}:{node.lineno}", ast.parse(textwrap.dedent(node.value))
+
+
+def test_programs_in_strings_name_what_there_is():
+    missing = []
+    for place, program in programs():
+        modules = {}
+        for node in ast.walk(program):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("gptlite"):
+                module = importlib.import_module(str(node.module))
+                for name in node.names:
+                    full = f"{node.module}.{name.name}"
+                    found = importlib.import_module(full) if full in MODULES else None
+                    modules[name.asname or name.name] = found or getattr(module, name.name, None)
+        missing += [f"{place}: {name}" for name, found in modules.items() if found is None]
+        for node in ast.walk(program):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                module = modules.get(node.value.id)
+                if inspect.ismodule(module) and not hasattr(module, node.attr):
+                    missing.append(f"{place}: {node.value.id}.{node.attr}")
+    assert not missing

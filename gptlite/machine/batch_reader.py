@@ -37,7 +37,7 @@ class BatchReader:
     def __init__(self, batch_fn: Callable[[int], PyTree], train_steps: Any):
         """`train_steps`: a `TrainSteps`, which takes the batches."""
         self._batch_fn, self._train_steps = batch_fn, train_steps
-        self._depth = min(2 * train_steps.capacity, MAX_AHEAD)
+        self._depth = self.capacity = 1
         self._thread = concurrent.futures.ThreadPoolExecutor(1)
         self._pending: dict[int, concurrent.futures.Future[PyTree]] = {}
         self._kind: PyTree = None
@@ -48,10 +48,9 @@ class BatchReader:
         batches = [self._pending.pop(i).result() for i in range(step, step + count)]
         for i, batch in enumerate(batches):
             self._check(step + i, batch)
-        capacity = self._train_steps.capacity
 
         def stack(*leaves):
-            stacked = np.zeros((capacity, *np.shape(leaves[0])), np.asarray(leaves[0]).dtype)
+            stacked = np.zeros((self.capacity, *np.shape(leaves[0])), np.asarray(leaves[0]).dtype)
             for i, leaf in enumerate(leaves):
                 stacked[i] = leaf
             return stacked
@@ -59,9 +58,13 @@ class BatchReader:
         return jax.tree.map(stack, *batches)
 
     def first(self, step: int) -> PyTree:
-        """The batch of `step`, which stays to be read."""
+        """The batch of `step`, which stays to be read. To be called before all others: it says how
+        much is read ahead."""
         self._read_ahead(step, step + 1)
-        return self._pending[step].result()
+        batch = self._pending[step].result()
+        self.capacity = self._train_steps.capacity(batch)
+        self._depth = min(2 * self.capacity, MAX_AHEAD)
+        return batch
 
     def _read_ahead(self, step: int, end: int) -> None:
         steps = self._train_steps.training.steps

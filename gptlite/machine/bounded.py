@@ -36,8 +36,18 @@ class BoundedProcess:
         self._lock, self._is_broken, self._is_interrupted = threading.Lock(), False, False
         away = {"", os.getcwd()} - {str(ROOT)}
         paths = [*(x for x in sys.path if x not in away), str(ROOT)]
+        utf8 = ["-X", "utf8"] if sys.flags.utf8_mode else []  # `-I` ignores PYTHONUTF8
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _BEGIN, json.dumps(paths), str(script), *map(str, words)],
+            [
+                sys.executable,
+                "-I",
+                *utf8,
+                "-c",
+                _BEGIN,
+                json.dumps(paths),
+                str(script),
+                *map(str, words),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

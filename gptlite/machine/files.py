@@ -23,8 +23,6 @@ MAX_JSON = 2**24
 MAX_NAME = 200
 # Errors of a file system that has no locks.
 NO_LOCKS = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS)
-# How long to wait for another process that does the same work.
-LOCK_SECONDS = 3600.0
 # The largest number in float32 is 3.4e38.
 MAX_NUMBER = 1e39
 
@@ -51,6 +49,10 @@ def folders_with(parent: Path, file: str) -> list[Path]:
     return [path for path in folders if path.name.encode(errors="ignore").decode() == path.name]
 
 
+# Of `lock`: wait as long as it takes.
+FOR_EVER = -1.0
+
+
 def lock(path: Path, busy: str, seconds: float = 0.0) -> contextlib.AbstractContextManager:
     """Lock the file `path`: a context manager, whose exit releases the lock. The system releases
     it when the process ends. Some network folders have no locks: then there is none.
@@ -72,17 +74,14 @@ def lock(path: Path, busy: str, seconds: float = 0.0) -> contextlib.AbstractCont
 def lock_patiently(path: Path, work: str) -> contextlib.AbstractContextManager:
     """`lock`, which waits for another process that does the same `work`.
 
-    **Raises:** `UserError` if it holds the lock for `LOCK_SECONDS`; `OSError`.
+    **Raises:** `OSError`.
     """
-    busy = (
-        f"Another process has held {path} for {LOCK_SECONDS / 60:.0f} minutes. If none {work}, "
-        "delete that file."
-    )
     try:
-        return lock(path, busy)
+        return lock(path, "")
     except UserError:
-        log(f"waiting for another process that {work} (it holds {path})")
-        return lock(path, busy, LOCK_SECONDS)
+        # The system releases it when that process ends; the lock of a network folder may stay.
+        log(f"waiting for another process that {work} (if there is none, delete {path})")
+        return lock(path, "", FOR_EVER)
 
 
 def is_locked(path: Path) -> bool:

@@ -6,7 +6,7 @@ import hashlib
 import io
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 from jaxtyping import Integer
 
+from gptlite.machine.files import lock_patiently
 from gptlite.machine.progress import log
 from gptlite.machine.records import read_record, write_record
 from gptlite.text.tokenizer import Ids
@@ -43,12 +44,28 @@ class Journal(msgspec.Struct):
     is_finished: bool = False
 
 
+def read_journal(path: Path) -> Journal:
+    """What the journal of a store says; that nothing is complete, if it cannot be read."""
+    try:
+        return read_record(path.with_suffix(".json"), Journal)
+    except (OSError, ValueError):
+        return Journal()
+
+
 class IdStore:
     """Ids for training and for validation, in memory, or in two files beside a journal."""
 
-    def __init__(self, path: Path | None, dtype: np.dtype, limits: tuple[int | None, int]):
+    def __init__(
+        self,
+        path: Path | None,
+        dtype: np.dtype,
+        limits: tuple[int | None, int],
+        *,
+        only_finished: bool = False,
+    ):
         """`path`: of the files, without their suffixes; None: in memory. Ids in the files that are
-        complete and not damaged stay. `limits`: the most ids of each kind."""
+        complete and not damaged stay; with `only_finished`, which changes no file, only those of a
+        store that is finished. `limits`: the most ids of each kind."""
         self.limits = limits
         self.journal = Journal()
         self.n_pending = 0
@@ -58,12 +75,12 @@ class IdStore:
         self._sums = [hashlib.sha256(), hashlib.sha256()]
         self._files: list[Any] = [io.BytesIO(), io.BytesIO()]
         if path is not None:
-            with contextlib.suppress(OSError, ValueError):
-                self._restore(read_record(path.with_suffix(".json"), Journal))
+            journal = read_journal(path)
+            with contextlib.suppress(OSError):
+                if journal.is_finished or (journal.state is not None and not only_finished):
+                    self._restore(journal)
 
     def _restore(self, journal: Journal) -> None:
-        if journal.state is None and not journal.is_finished:
-            return
         sums = []
         for path, count in zip(self._data, journal.counts, strict=True):
             if not journal.is_finished:  # what follows is not in the journal
@@ -77,8 +94,10 @@ class IdStore:
             log(f"going on after {journal.counts[0]:,} tokens, in {self._path}.train")
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[None]:
-        """Ids can be added."""
+    def opened(self, text: str) -> Iterator[None]:
+        """Ids of this text can be added."""
+        if self._path is not None:
+            log(f"encoding {text}, once, into {self._path}.train")
         is_new = not self.journal.parts
         try:
             with contextlib.ExitStack() as stack:
@@ -135,3 +154,29 @@ class IdStore:
         if hasattr(mmap, "MADV_RANDOM"):  # read at random: without read-ahead
             train._mmap.madvise(mmap.MADV_RANDOM)  # pyright: ignore[reportAttributeAccessIssue]
         return train, validation.astype(np.int32)
+
+
+def filled(
+    path: Path,
+    dtype: np.dtype,
+    limits: tuple[int | None, int],
+    fill: Callable[[IdStore], None],
+) -> IdStore:
+    """The finished store at `path`. If there is none, one process fills it, the others wait.
+
+    **Raises:** `OSError` if a file cannot be written; what `fill` raises.
+    """
+    is_damaged = False
+    while True:
+        # The checksums of large files take minutes: all processes make them at the same time.
+        store = IdStore(path, dtype, limits, only_finished=True)
+        if store.journal.is_finished:
+            return store
+        with lock_patiently(path.with_name(f".{path.name}.lock"), "encodes this text"):
+            # Another process may have finished it just now.
+            if is_damaged or not read_journal(path).is_finished:
+                store = IdStore(path, dtype, limits)
+                if not store.journal.is_finished:
+                    fill(store)
+                return store
+        is_damaged = True

@@ -12,14 +12,16 @@ from gptlite.errors import UserError
 CACHE_COPIES = 3
 
 
-def free_memory() -> int:
-    """Free bytes of all devices together. On a CPU: of the machine or, if that is less, of what
-    this container may use. If unknown: 8 GiB."""
+def free_memory(devices: int | None = None) -> int:
+    """Free bytes of so many devices together; default: of all that this process has (JAX does not
+    tell those of others). On a CPU: of the machine or, if that is less, of what this container may
+    use. If unknown: 8 GiB."""
     import jax
 
-    stats = jax.devices()[0].memory_stats()
+    stats = jax.local_devices()[0].memory_stats()
     if stats is not None and "bytes_limit" in stats:
-        return jax.device_count() * (stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+        count = jax.local_device_count() if devices is None else devices
+        return count * (stats["bytes_limit"] - stats.get("bytes_in_use", 0))
     return min([*_free_in_machine(), *free_in_container()], default=2**33)
 
 
@@ -66,7 +68,7 @@ def free_in_container(
     """Free bytes of each control group of Linux that has a limit and holds this process: of version
     2, and of version 1, as the kernel documents them. Inside a container, its group is the root."""
     try:
-        lines = groups.read_text("ascii").splitlines()
+        lines = groups.read_text("utf-8", "surrogateescape").splitlines()  # any names
     except OSError:
         return
     for group in lines:

@@ -37,8 +37,9 @@ RESUME = "If the run was saved, resume it with --resume, in every process."
 # Seconds between two looks at the others; and that process 0, whose end would end the others
 # without a message, outlives an error.
 POLL, LINGER = 1.0, 4.0
-# Seconds that a process waits for the others when it is done, and for what process 0 finds out.
-END, FIRST = 600, 3600
+# Seconds that a process waits for the others when it is done, and for what process 0 finds out: it
+# may encode a text meanwhile, and that it is dead is noticed otherwise.
+END, FIRST = 600, 30 * 86_400
 
 
 @dataclass(frozen=True)
@@ -150,10 +151,16 @@ def _connect(distributed: DistributedConfig) -> None:
             initialization_timeout=seconds + 60,
             heartbeat_timeout_seconds=distributed.missing_seconds,
         )
-    except (ValueError, RuntimeError) as error:
+    except Exception as error:  # also of libraries that JAX asks
         # There is no cluster, or JAX computes already, as in a notebook.
         alone = ("coordinator_address should be defined", "before any JAX calls")
-        if distributed.coordinator is not None or not any(text in str(error) for text in alone):
+        # In a container of Kubernetes that is no part of a job of several, as JAX needs it, JAX
+        # looks for one whenever the package `kubernetes` is installed.
+        places = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        is_pod = any("k8s_cluster" in place for place in places)
+        is_alone = is_pod and "JOB_COMPLETION_INDEX" not in os.environ
+        is_alone |= any(text in str(error) for text in alone)
+        if distributed.coordinator is not None or not is_alone:
             raise UserError(f"The processes of the run cannot be joined: {error}") from error
     finally:
         timer.cancel()

@@ -75,4 +75,6 @@ def download_shakespeare(seconds: float, url: str = URL) -> bytes:
                     raise TimeoutError(f"it has not arrived within {seconds:g} seconds")
     except http.client.HTTPException as error:  # not an OSError
         raise OSError(f"the HTTP response is invalid: {error!r}") from error
+    except ValueError as error:  # of a proxy's address, in the environment
+        raise OSError(f"the request is invalid: {error}") from error
     return content

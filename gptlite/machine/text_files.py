@@ -25,6 +25,14 @@ def read_file(path: Path) -> Iterator[str]:
         raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
+def _read(file: BinaryIO, n: int) -> bytes:
+    """`n` bytes, or what there is: one that comes over a network gives what has arrived."""
+    content = b""
+    while len(content) < n and (part := file.read(n - len(content))):
+        content += part
+    return content
+
+
 def read_text(file: BinaryIO, name: str, most: int | None = None) -> Iterator[str]:
     """A UTF-8 file without its byte-order mark. Line ends are not changed. `most`: bytes that are
     read.
@@ -34,7 +42,7 @@ def read_text(file: BinaryIO, name: str, most: int | None = None) -> Iterator[st
     decoder = codecs.getincrementaldecoder("utf-8")()
     place = 0
     while True:
-        content = file.read(PIECE if most is None else min(PIECE, most - place))
+        content = _read(file, PIECE if most is None else min(PIECE, most - place))
         is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
         require(place > 0 or not is_utf16, f"{name} is UTF-16 text: save it as UTF-8.")
         pending = len(decoder.getstate()[0])

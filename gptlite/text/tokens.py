@@ -13,9 +13,8 @@ from jaxtyping import Integer
 
 from gptlite.config import DataConfig
 from gptlite.errors import UserError, require
-from gptlite.machine.files import lock_patiently
-from gptlite.machine.id_store import SEGMENT, IdStore
-from gptlite.machine.progress import log, progress_bar
+from gptlite.machine.id_store import SEGMENT, IdStore, filled
+from gptlite.machine.progress import progress_bar
 from gptlite.machine.text_files import PIECE
 from gptlite.text.corpus import DATA_FOLDER, HELD_OUT, Corpus
 from gptlite.text.tokenizer import Ids, Tokenizer, n_bytes
@@ -81,12 +80,7 @@ def split_corpus(
         spec = [ENCODING, tiktoken.__version__, corpus.version, tokenizer.to_json(), *limits]
         path = folder / hashlib.sha256(json.dumps(spec).encode("ascii")).hexdigest()[:32]
         try:
-            # One process writes, the others wait for it.
-            with lock_patiently(path.with_name(f".{path.name}.lock"), "encodes this text"):
-                store = IdStore(path, dtype, limits)
-                if not store.journal.is_finished:
-                    log(f"encoding {corpus.name}, once, into {path}.train")
-                    _encode(corpus, tokenizer, store)
+            store = filled(path, dtype, limits, lambda x: _encode(corpus, tokenizer, x))
         except OSError as error:
             raise UserError(f"The ids of {corpus.name} cannot be kept: {error}.") from error
     journal, (train, validation) = store.journal, store.ids()
@@ -131,7 +125,7 @@ def _encode(corpus: Corpus, tokenizer: Tokenizer, store: IdStore) -> None:
             journal.characters += len(piece)
             bar.update(0 if is_dataset else len(piece))
 
-    with bar, store.opened():
+    with bar, store.opened(corpus.name):
         for is_held_out, pieces in corpus.parts(journal.state, journal.parts):
             part, pieces = int(is_held_out and not store.is_full(1)), counted(pieces)
             for ids in encode_pieces(tokenizer, pieces):
@@ -143,8 +137,8 @@ def _encode(corpus: Corpus, tokenizer: Tokenizer, store: IdStore) -> None:
             for _ in pieces:  # to the end, where a text that has changed is found out
                 pass
             if not corpus.is_text:
-                store.add(part, _end_of_document(tokenizer))
-                if not part and len(journal.ends) < HELD_OUT - 1:
+                is_whole = len(store.add(part, _end_of_document(tokenizer))) > 0
+                if is_whole and not part and len(journal.ends) < HELD_OUT - 1:
                     journal.ends.append(journal.counts[0])
             journal.parts += 1
             if is_dataset and store.is_full(0) and journal.counts[1] > 1:

@@ -3,6 +3,7 @@
 import signal
 import socket
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from support.runs import weights
 import gptlite
 from gptlite.errors import UserError
 from gptlite.machine.mesh import local_rows, make_mesh, place
-from gptlite.machine.processes import DistributedConfig
+from gptlite.machine.processes import DistributedConfig, joined
 from gptlite.runs.checkpoints import survey
 from gptlite.runs.weights import named_arrays
 from gptlite.text.batches import Batches
@@ -119,6 +120,52 @@ def test_a_port_that_is_taken_is_refused(tmp_path):
         done = run_script("train.py", *words.split(), folder=tmp_path)
     assert done.code == 2
     assert f"error: Process 0 cannot listen at port {port} of --distributed.co" in done.err
+
+
+# A state of so few bytes is not compared with the free memory otherwise.
+ASK = """
+import train
+from gptlite.machine import memory
+require = memory.require_memory
+def ask(*arguments):
+    assert memory.free_memory() > 0
+    require(*arguments)
+from gptlite.runs import start
+start.require_memory = ask
+train.main()
+"""
+
+
+@pytest.mark.processes
+def test_each_process_knows_its_own_memory(tmp_path):
+    (tmp_path / "rhyme.txt").write_text(TEXT, encoding="utf-8")
+    words = ["quick", "--data.corpus", "rhyme.txt", *SETTINGS, "--training.steps", "2"]
+    processes = Processes(tmp_path, *[words] * 2, program=["-c", ASK])
+    assert processes.codes() == [0, 0], processes.said(0)
+
+
+class ConfigError(Exception):
+    """As the package `kubernetes` raises it."""
+
+
+@pytest.mark.parametrize("error", [KeyError("job-name"), RuntimeError("403"), ConfigError("none")])
+def test_a_container_that_is_no_part_of_a_job_trains_alone(error, monkeypatch):
+    def raise_from(file):
+        scope = {"error": type(error)(*error.args)}  # another one has its own traceback
+        exec(compile("def initialize(*_, **__): raise error", file, "exec"), scope)
+        monkeypatch.setattr(jax.distributed, "initialize", scope["initialize"])
+
+    monkeypatch.delenv("JOB_COMPLETION_INDEX", raising=False)
+    raise_from("jax/_src/clusters/k8s_cluster.py")
+    with joined(DistributedConfig()):
+        pass
+    raise_from("jax/_src/clusters/slurm_cluster.py")
+    with pytest.raises(UserError, match="cannot be joined"), joined(DistributedConfig()):
+        pass
+    raise_from("jax/_src/clusters/k8s_cluster.py")
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "0")
+    with pytest.raises(UserError, match="cannot be joined"), joined(DistributedConfig()):
+        pass
 
 
 @pytest.mark.processes

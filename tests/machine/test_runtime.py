@@ -4,6 +4,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import jax
 import pytest
 from conftest import ROOT
 
@@ -98,6 +99,20 @@ def test_the_memory_of_a_container_is_less_than_that_of_the_machine(version, tmp
         (folder / "memory.stat").write_text("anon 500\ninactive_file 150\n")
     assert list(free_in_container(tmp_path, groups)) == [450]
     assert list(free_in_container(tmp_path, tmp_path / "absent")) == []
+
+
+def test_a_group_of_any_name_is_read(tmp_path):
+    (tmp_path / "cgroup").write_bytes("0::/ä\n".encode("latin-1"))
+    assert list(free_in_container(tmp_path, tmp_path / "cgroup")) == []
+
+
+def test_free_memory_is_that_of_devices_of_this_process(monkeypatch):
+    stats = {"bytes_limit": 100, "bytes_in_use": 30}
+    other, own = (SimpleNamespace(memory_stats=x) for x in (lambda: 1 / 0, lambda: stats))
+    monkeypatch.setattr(jax, "devices", lambda: [other, own, own])
+    monkeypatch.setattr(jax, "local_devices", lambda: [own, own])
+    monkeypatch.setattr(jax, "local_device_count", lambda: 2)
+    assert (free_memory(), free_memory(devices=1)) == (140, 70)
 
 
 def test_free_memory_is_some_and_not_more_than_there_is():

@@ -87,12 +87,12 @@ def meshes(folder: Path) -> None:
 FULL_DISK = """
 import pathlib, resource, sys
 import train
-from gptlite.runs import checkpoints
-publish = checkpoints.publish
+from gptlite.runs import saving
+publish = saving.publish
 def noted(sentence):
     pathlib.Path("failed").touch()
     publish(sentence)
-checkpoints.publish = noted
+saving.publish = noted
 if sys.argv[-1] == "1":
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 train.main()
@@ -166,13 +166,13 @@ TOKEN_FILE = """
 import functools, pathlib, time
 import train
 from gptlite.text import tokens
-write = tokens._write
+encode = tokens._encode
 def slow(*arguments):
     with open("writes.txt", "a") as file:
         file.write("written\\n")
     time.sleep(3)
-    write(*arguments)
-tokens._write = slow
+    encode(*arguments)
+tokens._encode = slow
 tokens.split_corpus = functools.partial(
     tokens.split_corpus, in_memory=100, folder=pathlib.Path("tokens")
 )
@@ -188,7 +188,7 @@ def token_files(folder: Path) -> None:
     all_ = Processes(folder, *[words] * 4, program=["-c", TOKEN_FILE])
     assert all_.codes() == [0] * 4, all_.said(0)
     assert (folder / "writes.txt").read_text() == "written\n"
-    assert len(list((folder / "tokens").glob("*.ids"))) == 1
+    assert len(list((folder / "tokens").glob("*.train"))) == 1
     print("4 processes: one has made the file of ids, the others have waited for it", flush=True)
 
 

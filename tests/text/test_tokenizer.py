@@ -83,6 +83,15 @@ def test_what_is_no_id_has_no_text_and_no_bytes(tokenizer):
                 ask(np.array([0, i], np.int32))
 
 
+def test_files_that_cannot_be_fetched_are_told(monkeypatch):
+    def get_encoding(name):
+        raise ValueError("Hash mismatch for data downloaded from a proxy's page")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", get_encoding)
+    with pytest.raises(UserError, match=r"tiktoken could not fetch the files of 'gpt2' \(ValueErr"):
+        make_tokenizer("tiktoken:gpt2")
+
+
 @pytest.mark.parametrize("record", [{}, {"kind": "word"}, {"kind": "char"}, {"kind": "tiktoken"}])
 def test_json_that_is_no_tokenizer_is_refused(record):
     with pytest.raises(UserError, match="not a tokenizer"):

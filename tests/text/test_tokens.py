@@ -1,5 +1,6 @@
 """A corpus as ids: in memory or in a file, in one piece or in many, the same."""
 
+import concurrent.futures
 import contextlib
 import io
 import os
@@ -17,7 +18,6 @@ from hypothesis import given, strategies as st
 
 from gptlite.errors import UserError
 from gptlite.hugging_face.tokenizer import HFTokenizer, to_hf_tokenizer
-from gptlite.machine import files as files_module
 from gptlite.runs.tokenizers import make_tokenizer
 from gptlite.text import tokens
 from gptlite.text.corpus import Corpus, documents, text_corpus
@@ -125,16 +125,27 @@ def test_ids_of_another_version_are_not_used(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count("encoding") == 3
 
 
-def test_a_lock_that_is_never_released_ends_the_wait(tmp_path, monkeypatch, capsys):
+def test_one_process_encodes_and_the_others_wait_as_long_as_it_takes(tmp_path, capsys):
     def encode():
-        split_corpus(text_corpus(TEXT), ByteTokenizer(), folder=tmp_path, in_memory=0)
+        return split_corpus(text_corpus(TEXT), ByteTokenizer(), folder=tmp_path, in_memory=0)
 
-    encode()
-    (path,) = tmp_path.glob("*.lock")
-    monkeypatch.setattr(files_module, "LOCK_SECONDS", 0.2)
-    with FileLock(path), pytest.raises(UserError, match=r"has held .*\.lock .*delete that file"):
-        encode()
-    assert "waiting for another process" in capsys.readouterr().out
+    first = encode()
+    (path,) = tmp_path.glob(".*.lock")
+    with FileLock(path):  # what is finished needs no lock
+        np.testing.assert_array_equal(encode().train, first.train)
+        (journal,) = tmp_path.glob("*.json")
+        journal.unlink()
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(encode)
+            with pytest.raises(TimeoutError):
+                waiting.result(0.5)
+            path.unlink()  # as the message says
+            np.testing.assert_array_equal(waiting.result(60).train, first.train)
+    out = capsys.readouterr().out
+    assert (
+        f"waiting for another process that encodes this text (if there is none, delete {path}"
+        in out
+    )
 
 
 def test_many_distinct_ids_take_four_bytes(tmp_path):
@@ -272,6 +283,14 @@ def test_what_separates_documents_has_no_bytes(name, n, tmp_path):
         held_out = [tokenizer.decode(split.validation).replace(separator, "")]
     first = len(tokenizer.token_bytes(int(split.validation[0])))
     assert split.validation_bytes == sum(len(word.encode()) for word in held_out) - first
+
+
+def test_an_end_that_was_cut_off_is_none(tmp_path):
+    """Of a document that is longer than what is wanted."""
+    corpus, tokenizer = documents(["ab" * 40, "cd" * 40]), ByteTokenizer()
+    split = split_corpus(corpus, tokenizer, max_tokens=50, folder=tmp_path)
+    assert len(split.validation) == 5
+    assert split.validation_bytes == 4  # without the first, which nothing predicts
 
 
 @pytest.mark.parametrize("end", ["Ċ", "a"])
