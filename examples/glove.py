@@ -94,6 +94,7 @@ def main(
         n_layers=2,
         n_heads=2 if weight.shape[1] % 4 == 0 else 1,
         d_model=weight.shape[1],
+        positions="learned" if weight.shape[1] % 2 else "rotary",  # which turns pairs of numbers
         context_length=32,
         embed_previous=0,
     )

@@ -136,7 +136,8 @@ class DecoderBlock(Block):
 
 
 def make_decoder_block(config: ModelConfig, key: PRNGKeyArray) -> DecoderBlock:
-    """The block that `config` describes, with cross-attention.
+    """The block that `config` describes, with cross-attention, which has the sizes, biases and
+    QK-norm of `config`, and not the options of `config.attention`.
 
     **Raises:** `UserError` if `config.block` cannot have cross-attention.
     """

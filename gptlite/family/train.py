@@ -10,6 +10,7 @@ import jax
 from jaxtyping import PyTree
 
 from gptlite.config import OptimizerConfig, TrainingConfig
+from gptlite.errors import require
 from gptlite.machine.mesh import make_mesh
 from gptlite.machine.progress import log, progress_bar
 from gptlite.machine.pytrees import Trainable, is_parameter
@@ -52,6 +53,12 @@ def train(
     model, or a batch has the wrong size or shapes; `DivergenceError` at a loss or gradient that is
     not finite.
     """
+    lora = getattr(getattr(model, "config", None), "lora", None)
+    require(
+        lora is None or trainable is not is_parameter,
+        f"Of a model with model.lora, {lora!r}, adapters alone are trained: give trainable, as "
+        "gptlite.trainable makes it.",
+    )
     train_steps = TrainSteps(
         model,
         optimizer,

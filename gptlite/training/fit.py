@@ -139,7 +139,7 @@ def fit(
                 metrics = jax.tree.map(lambda x, n=count: np.asarray(x)[..., :n], metrics)
                 seconds = time.perf_counter() - began
                 per_dispatch = int(SECONDS_PER_DISPATCH * count / seconds)
-                per_dispatch = max(1, min(per_dispatch, train_steps.capacity))
+                per_dispatch = max(1, min(per_dispatch, read.capacity))
                 (per_dispatch,) = max_over_processes(per_dispatch)  # the same in all processes
                 step_seconds += seconds
                 if stops and not metrics.finite.all():

@@ -31,8 +31,8 @@ from gptlite.training.optimizer import make_optimizer, make_schedule
 
 T = TypeVar("T")
 
-# Steps of a call, at most: their batches are in memory.
-MAX_STEPS = 1024
+# Steps of a call, at most, and bytes of their batches, which are in memory together.
+MAX_STEPS, MAX_BYTES = 1024, 2**28
 
 # The arguments of `TrainSteps`, which describes them.
 LossFn = Callable[..., Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, ""]]]
@@ -84,11 +84,15 @@ class TrainSteps:
           `training.accumulation` 1. Or a pair: the losses, and a second loss that is added to the
           mean (of mixtures of experts, `aux_loss`) and is not in the metrics.
         - `loss_mask(batch)`: of the same shape, False where a loss does not count. Default: all do.
-        - `trainable`: which parameters are trained, as a filter for `eqx.partition`. Default: all.
+        - `trainable`: which parameters are trained, as a filter for `eqx.partition`. Default: all;
+          `gptlite.trainable` makes one of `training.freeze`.
 
-        **Raises:** `UserError` if the devices of `mesh` cannot share a batch, the optimizer does
-        not fit the model, or a parameter that is trained is not in float32.
+        **Raises:** `UserError` if `training.freeze` comes without one, the devices of `mesh` cannot
+        share a batch, the optimizer does not fit the model, or a parameter that is trained is not
+        in float32.
         """
+        is_told = trainable is not is_parameter or not training.freeze
+        require(is_told, "training.freeze needs trainable, as gptlite.trainable makes it.")
         check_rows(mesh, training.batch_size // (training.accumulation or 1))
         # Another module may mix its parameters with numbers of a batch, which are in float32.
         has_stack = any(jax.tree.leaves(inside(model, Stack)))
@@ -159,11 +163,12 @@ class TrainSteps:
         seed = jnp.asarray(self.training.seed, jnp.int32)  # an argument: a new one compiles nothing
         return place_batches(batches, self.mesh), jnp.asarray(count), seed
 
-    @property
-    def capacity(self) -> int:
-        """The most steps of a call: no more than lie between two lines of metrics."""
-        training = self.training
-        return min(training.log_every, training.eval_every, training.steps, MAX_STEPS)
+    def capacity(self, batch: PyTree) -> int:
+        """The most steps of a call, with batches like this one: those between two lines of metrics,
+        or fewer, which take `MAX_BYTES`."""
+        training, n_bytes = self.training, sum(np.asarray(x).nbytes for x in jax.tree.leaves(batch))
+        in_memory = max(1, MAX_BYTES // max(n_bytes, 1))
+        return min(training.log_every, training.eval_every, training.steps, MAX_STEPS, in_memory)
 
     def compile(self, state: TrainState, batch: PyTree) -> None:
         """Compile the update for a state and batches like these, `[batch, ...]`. Changes neither;
@@ -173,7 +178,7 @@ class TrainSteps:
         """
         check_batch(self, batch, int(np.max(np.asarray(state.step))))
         batches = jax.tree.map(
-            lambda x: np.zeros((self.capacity, *np.shape(x)), np.asarray(x).dtype), batch
+            lambda x: np.zeros((self.capacity(batch), *np.shape(x)), np.asarray(x).dtype), batch
         )
         with jax.set_mesh(self.mesh):
             program = self._run.lower(self.place(batches, 0), state).compile().compiled

@@ -103,6 +103,18 @@ def test_batches_of_another_shape_are_said(model, bad):
         train(model, losses, bad, OptimizerConfig(), TRAINING)
 
 
+def test_what_is_frozen_is_told_by_a_filter(model):
+    training = dataclasses.replace(TRAINING, freeze="embedding.*")
+    with pytest.raises(UserError, match=r"training\.freeze needs trainable"):
+        train(model, losses, batch, OptimizerConfig(), training)
+
+
+def test_adapters_alone_are_told_by_a_filter():
+    model = GPT(dataclasses.replace(CONFIG, lora="4"), VOCAB, key=jax.random.key(0))
+    with pytest.raises(UserError, match="adapters alone are trained: give trainable"):
+        train(model, window_losses, batch, OptimizerConfig(), TRAINING)
+
+
 @pytest.mark.parametrize(("name", "tied"), [("muon", True), ("adamw", False)])
 def test_a_frozen_table_stays_what_it_is(name, tied):
     key = jax.random.key(0)

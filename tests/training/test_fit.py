@@ -19,7 +19,7 @@ from gptlite.sharding import AXES
 from gptlite.text.batches import Batches
 from gptlite.text.corpus import text_corpus
 from gptlite.text.tokens import split_corpus
-from gptlite.training import fit as fit_module
+from gptlite.training import fit as fit_module, step as step_module
 from gptlite.training.evaluate import Evaluation
 from gptlite.training.fit import DivergenceError, Position, fit
 from gptlite.training.step import TrainSteps
@@ -63,6 +63,21 @@ def test_a_function_may_fill_the_same_arrays_again():
         found = read(0, 5)
     np.testing.assert_array_equal(first, batches(0))
     np.testing.assert_array_equal(found[:5], [batches(step) for step in range(5)])
+
+
+def test_the_batches_of_a_dispatch_take_no_more_than_their_share_of_memory(monkeypatch):
+    batches, steps = batches_of(CONFIG), steps_of(CONFIG)
+    wanted = run(CONFIG)
+    assert steps.capacity(batches(0)) > 2
+    monkeypatch.setattr(step_module, "MAX_BYTES", 2 * batches(0).nbytes)
+    assert steps.capacity(batches(0)) == 2
+    with contextlib.closing(BatchReader(batches, steps)) as read:
+        read.first(0)
+        assert len(read(0, 2)) == 2
+    monkeypatch.setattr(step_module, "MAX_BYTES", 1)
+    assert steps.capacity(batches(0)) == 1
+    for found, expected in zip(run(CONFIG)[1], wanted[1], strict=True):
+        np.testing.assert_array_equal(found, expected)
 
 
 def arrays_of(state) -> list[np.ndarray]:
