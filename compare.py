@@ -100,7 +100,7 @@ def compare(parsed: tuple[CompareArguments, dict[str, Config]]) -> None:
             save_picture(plots.comparison(results), folder / "comparison.png")
         except OSError as error:
             log(f"{shown}\n")
-            raise UserError(f"{folder} cannot be written: {error.strerror}.") from error
+            raise UserError(f"{folder} cannot be written: {error.strerror or error}.") from error
     log(f"\n{shown}\n\ntable.txt, table.csv and comparison.png are in {folder}")
 
 

@@ -37,10 +37,15 @@ def comparison(results: "Sequence[Result]") -> "Figure":
     left.set(xlabel="step", ylabel="validation loss, nats per token")
     left.grid(alpha=0.3)
     if len(results) <= 12:
-        left.legend(fontsize="small")
+        for text in left.legend(fontsize="small").get_texts():
+            text.set_parse_math(False)  # a name may look like a formula
     right.axvline(0, color="black", linewidth=1)
-    right.set_yticks(range(1, len(results)), [result.name for result in results[1:]])
+    right.set_yticks(
+        range(1, len(results)), [result.name for result in results[1:]], parse_math=False
+    )
     right.invert_yaxis()
-    right.set(xlabel=f"difference to {results[0].name} at the end (negative is better)")
+    right.set_xlabel(
+        f"difference to {results[0].name} at the end (negative is better)", parse_math=False
+    )
     right.grid(alpha=0.3, axis="x")
     return figure

@@ -1,7 +1,9 @@
 """The corpus of a run, by its name: TinyShakespeare, Python's documentation, files, datasets."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from gptlite.errors import UserError, require
 from gptlite.machine.progress import log
@@ -63,13 +65,10 @@ def _path(path: Path) -> Callable[[], Iterator[str]]:
     )
     files = [path]
     if is_folder:
-        texts = (file for file in path.rglob("*") if file.suffix.lower() == ".txt")
-        # Hidden ones are copies of editors, such as Jupyter's in .ipynb_checkpoints/.
-        shown = (file for file in texts if not _is_hidden(file.relative_to(path)))
-        files = sorted(file for file in shown if not file.is_dir())
+        files = sorted(_texts_in(path))
         links = [file for file in files if not _is_inside(file, path)]
         for link in links[:NAMED_LINKS]:
-            log(f"{link} is read, which is a link to {link.resolve()}.")
+            log(f"{link} is read, which is a link to {os.path.realpath(link)}.")
         if len(links) > NAMED_LINKS:
             log(f"So are {len(links) - NAMED_LINKS} more.")
     require(bool(files), f"The folder {path} has no .txt file in it.")
@@ -87,12 +86,25 @@ def _path(path: Path) -> Callable[[], Iterator[str]]:
     return pieces
 
 
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+def _texts_in(folder: Path) -> Iterator[Path]:
+    """The .txt files in a folder, but hidden ones: copies of editors, such as Jupyter's in
+    .ipynb_checkpoints/."""
+
+    def fail(error: OSError) -> NoReturn:
+        raise UserError(f"{error.filename} cannot be read: {error.strerror}.") from error
+
+    for place, folders, names in os.walk(folder, onerror=fail):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for link in (Path(place, name) for name in folders if os.path.islink(Path(place, name))):
+            log(f"{link} is left out: it is a link to a folder.")
+        for name in names:
+            if name.lower().endswith(".txt") and not name.startswith("."):
+                yield Path(place, name)
 
 
 def _is_inside(file: Path, folder: Path) -> bool:
-    return file.resolve().is_relative_to(folder.resolve())
+    # A link may lead to itself, of which `Path.resolve` makes a RuntimeError.
+    return Path(os.path.realpath(file)).is_relative_to(os.path.realpath(folder))
 
 
 def require_documents(corpus: Corpus) -> None:

@@ -39,7 +39,7 @@ from gptlite.machine.processes import (
     wait_for_main,
 )
 from gptlite.machine.progress import log
-from gptlite.runs.find import check_free, check_path, list_steps
+from gptlite.runs.find import CHECKPOINTS, check_free, check_path, list_steps
 from gptlite.runs.frozen import FROZEN, save_frozen
 from gptlite.runs.saved_config import save_config, save_sources
 from gptlite.text.tokenizer import Tokenizer
@@ -102,15 +102,17 @@ class RunFolder:
         *,
         overwrite: bool,
         frozen: Mapping[str, np.ndarray] = MappingProxyType({}),
+        checkpoints: Path | None = None,
     ) -> None:
         """Make the folder, in the first process. `frozen`: the parameters that stay as they are.
+        `checkpoints`: a folder of checkpoints, which is moved there.
 
         **Raises:** `UserError` if there is something at `path` (with `overwrite`: something that
         is not a run), or it cannot be written.
         """
         if is_main_process():
             self._find_place(overwrite=overwrite)
-            self._create(config, tokenizer, frozen)
+            self._create(config, tokenizer, frozen, checkpoints)
         self.path = Path(broadcast_from_main("run folder", str(self.path)))
         self.check_shared()
 
@@ -137,6 +139,7 @@ class RunFolder:
         config: Config,
         tokenizer: Tokenizer,
         frozen: Mapping[str, np.ndarray],
+        checkpoints: Path | None,
     ) -> None:
         # Written under another name and renamed when complete.
         new, old = (self.path.with_name(f".{self.path.name}.{what}") for what in ("new", "old"))
@@ -150,10 +153,14 @@ class RunFolder:
                 save_sources(new, config.model)
                 if frozen:
                     save_frozen(new / FROZEN, dict(frozen))
+                if checkpoints is not None:
+                    checkpoints.rename(new / CHECKPOINTS)
                 if self.path.exists():
                     self.path.rename(old)
                 new.rename(self.path)
             finally:
+                if old.exists() and not self.path.exists():  # stopped between the two
+                    old.rename(self.path)
                 for leftover in (new, old):
                     remove(leftover)
 

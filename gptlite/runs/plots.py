@@ -22,9 +22,16 @@ if TYPE_CHECKING:
 
 def save_picture(figure: "Figure", path: Path) -> None:
     """Write a figure as PNG, in place of whatever is at `path`: also of a link, which Matplotlib
-    would follow."""
+    would follow.
+
+    **Raises:** `OSError`, also if it cannot be drawn: the user's own settings may ask for LaTeX.
+    """
     png = io.BytesIO()
-    figure.savefig(png, format="png")
+    try:
+        figure.savefig(png, format="png")
+    except Exception as error:
+        reason = str(error).partition("\n")[0][:300]
+        raise OSError(f"Matplotlib cannot draw it: {reason}") from error
     write_atomically(path, png.getvalue())
 
 

@@ -12,7 +12,7 @@ from gptlite.machine.files import remove
 from gptlite.machine.pytrees import count_parameters
 from gptlite.models.gpt import GPT
 from gptlite.runs.checkpoints import Record, describe_devices
-from gptlite.runs.find import CHECKPOINTS, check_free, new_run
+from gptlite.runs.find import check_free, new_run
 from gptlite.runs.folder import RunFolder
 from gptlite.runs.model import abstract_model, separator_of
 from gptlite.runs.run import Run
@@ -60,7 +60,8 @@ def save_run(
         f"The model's documents begin with the id {model.separator}, and the tokenizer's with "
         f"{separator}.",
     )
-    training = TrainingConfig() if training is None else training
+    # Nothing is frozen in a run whose checkpoint has all parameters.
+    training = dataclasses.replace(training or TrainingConfig(), freeze="")
     shape = dataclasses.replace(model.config, lora=None)
     config = Config(data=DataConfig(tokenizer=_name_of(tokenizer)), model=shape, training=training)
     whole = _padded(model, abstract_model(shape, tokenizer))
@@ -73,14 +74,13 @@ def save_run(
     with RunFolder(path) as folder:
         check_free(path, overwrite=overwrite)
         folder.lock()
+        remove(part)  # of a call that was killed
         try:
             # The checkpoint first: where it cannot be written, no run is replaced.
             with contextlib.closing(Checkpoints(part, 1)) as checkpoints:
                 checkpoints.save(TrainState(whole, (), jnp.asarray(step, jnp.int32)), record)
                 checkpoints.wait()
-            folder.create(config, tokenizer, overwrite=overwrite)
-            with folder.writing():
-                part.rename(path / CHECKPOINTS)
+            folder.create(config, tokenizer, overwrite=overwrite, checkpoints=part)
         finally:
             remove(part)
     return Run(path, config, tokenizer, whole)

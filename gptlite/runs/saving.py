@@ -18,6 +18,7 @@ import msgspec
 
 from gptlite.config import Config
 from gptlite.errors import require
+from gptlite.machine.files import sync
 from gptlite.machine.processes import RESUME, publish
 from gptlite.runs.checkpoints import Record, describe_devices, digest, survey
 from gptlite.runs.find import CHECKPOINTS
@@ -123,7 +124,15 @@ class Checkpoints:
             return [_Writing(x, folder) for x in await save(directory, *args, **kwargs) or ()]
 
         state.async_save = async_save  # a subclass would need argument classes of its own
-        handlers = {"state": state, "record": ocp.JsonCheckpointHandler()}
+        record = ocp.JsonCheckpointHandler()
+        save_record = record.async_save
+
+        async def async_save_record(directory: Any, *args: Any, **kwargs: Any) -> Any:
+            futures = await save_record(directory, *args, **kwargs) or ()
+            return [_Synced(x, Path(directory)) for x in futures]
+
+        record.async_save = async_save_record
+        handlers = {"state": state, "record": record}
         with as_user_error(folder, "opened"):
             self._manager = ocp.CheckpointManager(
                 folder.absolute(), options=options, item_handlers=handlers
@@ -212,6 +221,21 @@ class _Writing:
                 f"A checkpoint in {self._folder} cannot be written: {reason_of(error)}. {RESUME}"
             )
             raise
+
+
+class _Synced:
+    """A record that is being written. Without this, a power cut may leave an empty one, when older
+    checkpoints are deleted already. (TensorStore syncs arrays.)"""
+
+    def __init__(self, future: Any, folder: Path):
+        self._future, self._folder = future, folder
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Waits for the end, as Orbax's futures do."""
+        result = self._future.result(timeout)
+        for file in self._folder.glob("*"):
+            sync(file)
+        return result
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -67,6 +67,8 @@ from gptlite.training.step import TrainState, TrainSteps
 
 # Copies of a batch in memory: those that are read ahead, and on their way to the devices.
 COPIES = 4
+# The number of the signal for an output that nobody reads, which Windows has no name for.
+SIGPIPE = 13
 
 
 class Start(Protocol):
@@ -246,6 +248,8 @@ class TrainingRun:
         self._trackers, self._began = trackers, began
         self._stop, self._signal = Stop(exits=True), 0
         self._parameters = 0
+        self._unshown: OSError | None = None
+        """Why a line could not be shown."""
 
     @property
     def path(self) -> Path:
@@ -277,7 +281,9 @@ class TrainingRun:
             f"{self.corpus.name}: {len(split.train):,} training tokens, {len(split.validation):,} "
             f"validation tokens, vocabulary {self.tokenizer.vocab_size:,}"
         )
-        require_memory("The training state", size_of(steps.abstract_state(model)))
+        # Of what the processes share, each holds a part.
+        whole = size_of(steps.abstract_state(model))
+        require_memory("The training state", whole // process_count())
         state = self._start.state(steps, model, split, self._model_key)
         self._parameters = count_parameters(model)
         trained = count_parameters(eqx.filter(model, steps.trainable))
@@ -325,20 +331,29 @@ class TrainingRun:
         """Whether training is to stop, because of a signal, and whether the run is to be saved,
         because its last checkpoint is old. Every process must call this after each dispatch: the
         answers are the same in all."""
-        self._signal, save = max_over_processes(self._stop.signal or 0, self._saver.is_due())
+        signal = self._stop.signal or (SIGPIPE if self._unshown else 0)
+        self._signal, save = max_over_processes(signal, self._saver.is_due())
         return bool(self._signal), bool(save)
 
     def log(self, progress: Progress, val_loss: float | None = None) -> None:
         """Write a line of metrics, and show it."""
         self._saver.check()
         self._metrics.add(progress, val_loss)
-        self._display.update(self._metrics.last)
+        self._show(self._display.update, self._metrics.last)
         self._track(progress.step, self._metrics.last)
 
     def show_sample(self, text: str) -> None:
         """Show a sample of the model's text, after a line of metrics."""
-        self._display.show_sample(text)
+        self._show(self._display.show_sample, text)
         self._track(self._metrics.last["step"], {"sample": text})
+
+    def _show(self, show: Callable[[Any], None], what: Any) -> None:
+        """Show something. An output that is gone is a request to stop, before which the run is
+        saved: Ctrl-C ends `tee`, too, and a terminal closes before its signal comes."""
+        try:
+            show(what)
+        except OSError as error:
+            self._unshown = error
 
     def save(self, progress: Progress) -> None:
         """Start to save a checkpoint."""
@@ -350,6 +365,8 @@ class TrainingRun:
         self._loop.close()
         training, step, ending = self.config.training, self._saver.step, self._ending
         if step < training.steps:
+            if self._unshown is not None and not self._stop.requested:
+                raise self._unshown
             log(f"stopped at step {step} of {training.steps}. {ending.resume_hint()}")
             sys.exit(128 + self._signal)
         last, best, seconds = self._metrics.last, self._metrics.best, self._metrics.seconds

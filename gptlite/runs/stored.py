@@ -23,6 +23,7 @@ import jax
 import msgspec
 
 from gptlite.errors import UserError, require
+from gptlite.machine.files import MAX_JSON
 from gptlite.machine.pytrees import size_of
 from gptlite.machine.records import Number, read_record
 from gptlite.models.gpt import GPT
@@ -91,7 +92,7 @@ def best_step(run: Path) -> Evaluated | None:
 
 def _summary(path: Path) -> Summary | None:
     try:
-        check_files(path / "record", MAX_OTHER)
+        check_files(path / "record", MAX_JSON)
         summary = msgspec.convert(read_fields(path), Summary)
     except (OSError, ValueError):
         return None

@@ -68,12 +68,13 @@ def _alphabet(documents: Corpus) -> str:
 
 def _fetch_tiktoken(name: str) -> TiktokenTokenizer:
     try:
-        return TiktokenTokenizer(tiktoken.get_encoding(name))
-    except OSError as error:  # requests' errors are OSErrors
+        encoding = tiktoken.get_encoding(name)
+    except Exception as error:  # of requests, or because the answer was something else
         raise UserError(
             f"tiktoken could not fetch the files of {name!r} ({type(error).__name__}). It "
             "needs the network once; or set TIKTOKEN_CACHE_DIR to a folder that has them."
         ) from error
+    return TiktokenTokenizer(encoding)
 
 
 class _Char(msgspec.Struct, tag_field="kind", tag="char", forbid_unknown_fields=True):

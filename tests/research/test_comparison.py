@@ -15,6 +15,7 @@ from gptlite.research import comparison as comparison_module, plots
 from gptlite.research.comparison import Comparison
 from gptlite.research.report import table, to_csv
 from gptlite.research.seeds import SeedsProgress
+from gptlite.runs.plots import save_picture
 from gptlite.runs.tokenizers import make_tokenizer
 from gptlite.text.corpus import text_corpus
 from gptlite.text.tokens import split_corpus
@@ -200,8 +201,16 @@ def test_the_report(trained, tmp_path):
     assert [float(base[f"val_loss_seed_{seed}"]) for seed in range(3)] == results[0].losses
     assert float(deeper["difference"]) == pytest.approx(-0.0999)
     assert (base["verdict"], deeper["verdict"]) == ("", "better")
-    plots.comparison(results).savefig(tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    named = [dataclasses.replace(result, name=rf"{result.name} $\no$") for result in results]
+    for drawn in (results, named):  # a name may look like a formula
+        save_picture(plots.comparison(drawn), tmp_path / "picture.png")
+        assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+        (tmp_path / "picture.png").unlink()
+    figure = plots.comparison(results)
+    figure.suptitle(r"$\no$")
+    with pytest.raises(OSError, match="Matplotlib cannot draw it: "):
+        save_picture(figure, tmp_path / "picture.png")
+    assert not (tmp_path / "picture.png").exists()
 
 
 def test_the_command_line():

@@ -1,14 +1,18 @@
 import contextlib
 import hashlib
 import http.server
+import io
+import os
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from gptlite.errors import UserError
 from gptlite.machine.shakespeare import SHA256, download_shakespeare
+from gptlite.machine.text_files import read_text
 from gptlite.runs.corpora import load_corpus
 from gptlite.text.corpus import DATA_FOLDER
 
@@ -154,6 +158,13 @@ def test_a_failed_download_says_why_in_one_line(answer, seconds, words):
     assert "\n" not in str(error.value)
 
 
+def test_a_proxy_that_has_no_address_is_told(monkeypatch):
+    monkeypatch.setattr(urllib.request, "_opener", None)  # made anew, of the environment
+    monkeypatch.setenv("http_proxy", "http:/proxy:3128")
+    with pytest.raises(OSError, match="the request is invalid: proxy URL with no authority"):
+        download_shakespeare(1, "http://gptlite.example/")
+
+
 def test_the_deadline_is_ten_seconds():
     asked = []
     load_corpus(
@@ -162,6 +173,38 @@ def test_the_deadline_is_ten_seconds():
         download=lambda seconds: asked.append(seconds) or unreachable(seconds),
     )
     assert asked == [10.0]
+
+
+def test_what_is_left_out_of_a_folder_is_told(tmp_path, monkeypatch, capsys):
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books" / "b.txt").write_text("B")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "a.txt").write_text("An A")
+    (folder / "link").symlink_to(tmp_path / "books")
+    assert load_corpus(str(folder)).text == "An A"
+    assert f"{folder / 'link'} is left out: it is a link to a folder" in capsys.readouterr().out
+
+    def walk(path, onerror):
+        onerror(PermissionError(13, "Permission denied", f"{path}/part2"))
+
+    monkeypatch.setattr(os, "walk", walk)  # the tests may be root's
+    with pytest.raises(UserError, match=r"folder/part2 cannot be read: Permission denied"):
+        load_corpus(str(folder))
+
+
+class Trickle(io.BytesIO):
+    """As it comes over a network."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        return super().read(min(3, size or 0))
+
+
+def test_pieces_do_not_depend_on_the_network():
+    content = ("aé" * 2**20).encode()
+    pieces = list(read_text(Trickle(content), "x"))
+    assert pieces == list(read_text(io.BytesIO(content), "x"))
+    assert len(pieces) == 4
 
 
 def test_hidden_files_and_folders_are_left_out(tmp_path):
@@ -187,6 +230,12 @@ def test_links_out_of_a_folder_are_told(tmp_path, capsys):
     out = capsys.readouterr().out
     assert f"c0.txt is read, which is a link to {tmp_path / 'x.txt'}" in out
     assert "So are 2 more" in out
+
+
+def test_a_link_that_leads_to_itself_is_no_text(tmp_path):
+    (tmp_path / "a.txt").symlink_to("a.txt")
+    with pytest.raises(UserError, match=r"a\.txt is not a regular file"):
+        load_corpus(str(tmp_path))
 
 
 def test_no_more_is_read_than_a_file_has(tmp_path):

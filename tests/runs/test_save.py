@@ -39,6 +39,57 @@ def test_a_model_that_was_trained_in_python_is_a_run(tokenizer, tmp_path, monkey
     assert gl.save_run("mine", model, tokenizer, overwrite=True).config.training.steps == 1200
 
 
+def test_what_was_frozen_in_training_is_a_part_of_the_run(tmp_path, monkeypatch):
+    """And what a call that was killed has left is no obstacle."""
+    monkeypatch.chdir(tmp_path)
+    tokenizer = gl.make_tokenizer("char", TEXT)
+    model = gl.GPT(TINY, tokenizer.vocab_size, key=jax.random.key(0))
+    with monkeypatch.context() as patch:
+        patch.setattr("gptlite.runs.save.remove", lambda path: None)
+        patch.setattr("gptlite.runs.folder.RunFolder.create", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            gl.save_run("mine", model, tokenizer)
+    assert Path("runs/.mine.part").exists()
+    gl.save_run("mine", model, tokenizer, gl.TrainingConfig(freeze="embedding.*"))
+    again = gl.load("mine")
+    assert eqx.tree_equal(again.model, model)
+    assert gl.save_run("copy", again.model, tokenizer, again.config.training).path.exists()
+
+
+@pytest.mark.parametrize("moves", [0, 1, 2])
+def test_a_run_that_is_replaced_is_whole_whenever_that_is_stopped(moves, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = gl.make_tokenizer("char", TEXT)
+    old, new = (gl.GPT(TINY, tokenizer.vocab_size, key=jax.random.key(i)) for i in range(2))
+    gl.save_run("mine", old, tokenizer)
+    done, rename = [], Path.rename
+
+    def stopped(path, target):
+        if path.name in (".mine.part", "mine", ".mine.new"):
+            if len(done) == moves:
+                raise KeyboardInterrupt
+            done.append(path)
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            gl.save_run("mine", new, tokenizer, overwrite=True)
+    assert eqx.tree_equal(gl.load("mine").model, old)
+    gl.save_run("mine", new, tokenizer, overwrite=True)
+    assert eqx.tree_equal(gl.load("mine").model, new)
+
+
+def test_a_checkpoints_record_is_on_the_disk_before_others_are_deleted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    synced = []
+    monkeypatch.setattr("gptlite.runs.saving.sync", lambda path: synced.append(path.read_bytes()))
+    tokenizer = gl.make_tokenizer("char", TEXT)
+    run = gl.save_run("mine", gl.GPT(TINY, tokenizer.vocab_size, key=jax.random.key(0)), tokenizer)
+    (record,) = run.path.glob("checkpoints/*/record/metadata")
+    assert record.read_bytes() in synced
+
+
 def test_a_run_that_cannot_be_written_replaces_none(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tokenizer = gl.make_tokenizer("char", TEXT)

@@ -142,6 +142,28 @@ def test_a_setting_that_jax_or_equinox_refuses_is_told_in_a_sentence(place, sett
     assert f"error: {sentence}" in done.stderr.decode()
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-m", "gptlite.research.check_block", "x.py:Block"],
+        ["train.py", "--init-from", "hf:nowhere"],
+        ["-m", "gptlite.estimate", "--init-from", "hf:nowhere"],
+    ],
+    ids=str,
+)
+def test_a_setting_that_jax_refuses_is_told_wherever_jax_is_imported(place, words):
+    words = [str(ROOT / x) if x.endswith(".py") else x for x in words[:1]] + words[1:]
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=place,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_ENABLE_X64": "maybe"},
+        capture_output=True,
+        timeout=300,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"error: JAX cannot be used: ")
+
+
 def test_runs_that_begin_in_the_same_second_have_names_of_their_own(place):
     words = [sys.executable, str(ROOT / "train.py"), *TINY]
     known = set((place / "runs").iterdir())

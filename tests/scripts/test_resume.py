@@ -14,6 +14,7 @@ from support.kill_loop import ROOT, compare, kill_loop, metrics, settings, start
 import gptlite
 import train
 from gptlite.errors import UserError
+from gptlite.runs.display import Display
 from gptlite.runs.find import list_steps
 from gptlite.runs.stored import best_step
 from gptlite.training.step import TrainSteps
@@ -36,6 +37,23 @@ def test_a_run_killed_at_random_ends_as_if_nothing_had_happened(tmp_path):
     counts = kill_loop(tmp_path, kills=1, steps=STEPS)
     assert counts["too late"] == 0, counts
     compare(tmp_path)
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), OSError(5, "I/O error")])
+def test_a_run_whose_output_is_gone_is_saved(error, place, monkeypatch):
+    """Of a pipe whose reader has ended, and of a terminal that was closed."""
+    update = Display.update
+
+    def gone(display, line):
+        update(display, line)
+        if line["step"] == 44:  # a line without a save
+            raise error
+
+    monkeypatch.setattr(Display, "update", gone)
+    done = run_script("train.py", *settings(STEPS), "--run", f"gone{error.errno}", folder=place)
+    assert done.code == (141 if error.errno == 32 else 2)
+    assert done.err == ("" if error.errno == 32 else "error: [Errno 5] I/O error.\n")
+    assert list_steps(place / "runs" / f"gone{error.errno}")[0] > 44
 
 
 def refusal(words: list[str], folder: Path, monkeypatch, capsys) -> str:
