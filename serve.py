@@ -2,6 +2,8 @@
 
 import os
 import signal
+import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -70,6 +72,13 @@ def serve(arguments: ServeArguments, environment: Mapping[str, str] = os.environ
     finally:
         models.close()
     log("stopped")
+    # One that loads a model or compiles for the page, which may take minutes, is not waited for.
+    for thread in threading.enumerate():
+        if thread.name.startswith("AnyIO"):
+            thread.join(1.0)
+            if thread.is_alive():
+                sys.stdout.flush()
+                os._exit(0)
 
 
 if __name__ == "__main__":

@@ -33,9 +33,10 @@ class Sampling(eqx.Module):
     def of(configs: Sequence[SamplingConfig]) -> "Sampling":
         """A row for each config."""
         temperature = [0.0 if config.greedy else config.temperature for config in configs]
+        # A top-p of 1 is off, too: else the vocabulary would be sorted to find that all is kept.
         filters = [
-            (config.top_k or MAX_INT32, config.top_p or 2.0, config.min_p or 0.0)
-            for config in configs
+            (c.top_k or MAX_INT32, c.top_p if (c.top_p or 1) < 1 else 2.0, c.min_p or 0.0)
+            for c in configs
         ]
         top_k, top_p, min_p = zip(*filters, strict=True) if filters else ((), (), ())
         any_filter = any(x != (MAX_INT32, 2.0, 0.0) for x in filters)

@@ -7,6 +7,7 @@ import equinox as eqx
 from jaxtyping import Array, Float
 
 from gptlite.errors import require
+from gptlite.family.seq2seq import Seq2Seq
 from gptlite.inspect.hooks import with_call_hook
 from gptlite.machine.ids import check_ids
 from gptlite.models.transformer import Transformer
@@ -18,8 +19,8 @@ M = TypeVar("M", bound=eqx.Module)
 def attention_maps(
     model: Callable[..., Any], *arguments: Any, **options: Any
 ) -> dict[str, Float[Array, "*batch heads queries keys"]]:
-    """The attention weights of all layers in `model(*arguments, **options)`, by their path in the
-    model, e.g. `stack.blocks.0.attention`.
+    """The attention weights of all layers in `model(*arguments, **options)`, in the order of their
+    calls, by their path in the model, e.g. `stack.blocks.0.attention`.
 
     Every module with a method `weights` has one: `Attention`, `CrossAttention`, or your own. The
     method is called with the arguments of the module.
@@ -27,21 +28,21 @@ def attention_maps(
     **Raises:** `UserError` if an id is not in the vocabulary, or such a method returns another
     shape than that of attention weights.
     """
-    # An encoder-decoder has a vocabulary for each of its arguments.
-    names = [name for name in ("encoder", "decoder") if hasattr(model, name)]
-    parts = [getattr(model, name) for name in names] or [model]
-    lengths = ["source_lengths", "lengths"] if names else ["lengths"]
-    for part, ids, name in zip(parts, arguments, lengths, strict=False):
-        if isinstance(part, Transformer):
-            check_ids(ids, part.vocab_size, options.get(name))
+    parts: list[tuple[Transformer, str]] = []
+    if isinstance(model, Transformer):
+        parts = [(model, "lengths")]
+    elif isinstance(model, Seq2Seq):  # each of its arguments has a vocabulary of its own
+        parts = [(model.encoder, "source_lengths"), (model.decoder, "lengths")]
+    for (part, name), ids in zip(parts, arguments, strict=False):
+        check_ids(ids, part.vocab_size, options.get(name))
     # Layers that share a module would share its name.
-    return _attention_maps(unstacked(model), arguments, options)
+    return dict(_attention_maps(unstacked(model), arguments, options))
 
 
 @eqx.filter_jit
 def _attention_maps(
     model: Any, arguments: tuple[Any, ...], options: dict[str, Any]
-) -> dict[str, Array]:
+) -> list[tuple[str, Array]]:
     maps: dict[str, Array] = {}
 
     def on_call(name, module, inputs, others, out):
@@ -54,7 +55,7 @@ def _attention_maps(
         )
 
     with_call_hook(model, _has_weights, on_call)(*arguments, **options)
-    return maps
+    return list(maps.items())  # JAX would sort a dictionary: layer 10 before layer 2
 
 
 def _has_weights(node: Any) -> bool:

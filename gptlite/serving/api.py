@@ -4,6 +4,7 @@ https://platform.openai.com/docs/api-reference/completions and .../chat
 """
 
 import functools
+import itertools
 import math
 import secrets
 import time
@@ -154,9 +155,11 @@ class Chat(Knobs):
             len(self.messages) <= MAX_MESSAGES,
             f"A chat may have {MAX_MESSAGES:,} messages, got {len(self.messages):,}.",
         )
-        for name in ("tool_calls", "function_call", "audio"):
-            given = next((x[name] for x in self.messages if x.get(name)), None)
-            require(not given, f"{name} in messages is not supported, got {given!r}.")
+        for name, value in itertools.chain(*(x.items() for x in self.messages)):
+            require(
+                name in ("role", "content", "name") or not value,
+                f"{name} in messages is not supported, got {str(value)[:300]}.",
+            )
         require(
             self.logprobs or not self.top_logprobs,
             f"top_logprobs needs logprobs: true, got {self.top_logprobs} without.",

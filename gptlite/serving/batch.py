@@ -6,15 +6,16 @@ powers of two, so that a few programs serve any number of texts of any length.
 """
 
 import functools
+import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from gptlite.config import SamplingConfig
 from gptlite.errors import require
@@ -75,14 +76,23 @@ class Aside(NamedTuple):
 
 
 class Reading:
-    """Texts whose prompt, which is the same, is being read part by part."""
+    """Texts whose prompt, which is the same, is being read part by part; or whose context was full,
+    of which the second half is read again."""
 
-    def __init__(self, texts: list[ServedText]):
+    def __init__(
+        self, texts: list[ServedText], ids: list[int], logits: Float[np.ndarray, "1 vocab"] | None
+    ):
+        """`logits`: those that texts whose context was full go on from; of a prompt, None."""
         self.texts = texts
-        self.prompt = texts[0].ids.copy()
+        self.ids = ids
+        self.logits = logits
         self.done = 0
         self.state: GenerationState | None = None
         self.scores: list[TextScores] = []
+
+    @property
+    def is_prompt(self) -> bool:
+        return self.logits is None
 
     def all_scores(self) -> TextScores | None:
         """Scores of the whole prompt, if a text is scored."""
@@ -156,22 +166,26 @@ class Batch:
         return [prompt_scores[text] for text in texts]
 
     def read_on(self, reading: Reading) -> bool:
-        """Read the next part of a long prompt. Whether that was the last, and the texts have joined
-        that want more."""
-        part = reading.prompt[reading.done : reading.done + min(self._part, TOKENS_PER_READ)]
+        """Read the next part of long texts. Whether that was the last, and those have joined that
+        want more."""
+        part = reading.ids[reading.done : reading.done + min(self._part, TOKENS_PER_READ)]
         start = time.perf_counter()
-        scored = any(text.prompt_scored for text in reading.texts)
+        scored = reading.is_prompt and any(text.prompt_scored for text in reading.texts)
         reading.state, scores = self._read_rows(
-            [part], reading.state, reading.done, scored, len(reading.prompt)
+            [part], reading.state, reading.done, scored, len(reading.ids)
         )
         jax.block_until_ready(reading.state)
         if scores is not None:
             reading.scores.append(_scores_of(scores, 0, len(part)))
         reading.done += len(part)
-        self._note_part(len(part), len(reading.prompt), time.perf_counter() - start)
-        if reading.done < len(reading.prompt):
+        self._note_part(len(part), len(reading.ids), time.perf_counter() - start)
+        if reading.done < len(reading.ids):
             return False
-        self._join(reading.state, [[text for text in reading.texts if text.max_new_tokens]])
+        state = reading.state
+        if reading.logits is not None:
+            state = GenerationState(jnp.asarray(reading.logits), state.layers, state.ids)
+        wanting = [text for text in reading.texts if text.max_new_tokens]
+        self._join(state, [wanting], length=reading.done)
         return True
 
     def _note_part(self, tokens: int, prompt: int, seconds: float) -> None:
@@ -185,7 +199,6 @@ class Batch:
     def step(self) -> list[New]:
         """The next tokens of all texts: as many as a short call makes, and none needs."""
         self._fit([])
-        self._drop_first_halves()
         texts = self._rows
         assert self._state is not None
         lengths = np.array([self._lengths.get(text, 0) if text else 0 for text in texts], np.int32)
@@ -195,8 +208,9 @@ class Batch:
         )
         # The capacity may be above the context, as a multiple of what is read at once.
         room = min(self._capacity, self.context_length) - lengths
-        # A text that ends before its row is full may be written beyond it: nothing reads that.
-        bounds = room[wanted > room].tolist()
+        # A text that ends before its row is full may be written beyond it: nothing reads that. Nor
+        # is what follows the last token, which is drawn from the logits of those before.
+        bounds = room[wanted > room + 1].tolist()
         # The first token is shown soon, unless texts begin all the time.
         begun = sum(text is not None and n == 0 for text, n in zip(texts, done, strict=True))
         seconds = CALL_SECONDS + SECONDS_PER_TEXT * len(self._lengths)
@@ -234,9 +248,9 @@ class Batch:
         return sum(size_of(aside.state) for aside in self._aside.values())
 
     @property
-    def n_aside(self) -> int:
+    def aside(self) -> list[ServedText]:
         """Texts that wait, with what their rows had."""
-        return len(self._aside)
+        return list(self._aside)
 
     def bytes_of(self, text: ServedText) -> int:
         """Bytes of what would be kept of a text that is being generated, and would wait."""
@@ -257,12 +271,13 @@ class Batch:
 
     def take_back(self, text: ServedText) -> None:
         """Go on with a text that waited."""
-        self._join(self._aside[text].state, [[text]])
-        del self._aside[text]
+        aside = self._aside.pop(text)
+        self._join(aside.state, [[text]], length=aside.length)
 
-    def forget_cancelled(self) -> None:
-        """Drop what is kept of texts that are not wanted any more."""
-        self._aside = {text: x for text, x in self._aside.items() if not text.cancelled}
+    def forget(self, texts: Iterable[ServedText]) -> None:
+        """Drop what is kept of texts that wait."""
+        for text in texts:
+            self._aside.pop(text, None)
 
     def leave(self, text: ServedText) -> None:
         """Remove a text that is being generated, if it is."""
@@ -300,16 +315,13 @@ class Batch:
             min(seconds, 2 * self._seconds_per_token) - self._seconds_per_token
         ) / 4
 
-    def _capacity_needed(self, joining: Sequence[ServedText]) -> int:
-        lengths = [*self._lengths.values(), *map(self._length, joining)]
+    def _capacity_needed(self, joining: Sequence[int]) -> int:
+        lengths = [*self._lengths.values(), *joining]
         return capacity_for(max(lengths) + TOKENS_PER_CALL, self.context_length)
 
-    def _length(self, text: ServedText) -> int:
-        """Tokens of a text that joins."""
-        return self._aside[text].length if text in self._aside else len(text.ids)
-
-    def _fit(self, joining: Sequence[ServedText]) -> None:
-        """Make room for `joining`, or give back room that is not needed."""
+    def _fit(self, joining: Sequence[int]) -> None:
+        """Make room for texts of so many tokens, which join, or give back room that is not
+        needed."""
         texts = self.texts
         rows, capacity = _power_of_two(len(texts) + len(joining)), self._capacity_needed(joining)
         now = len(self._rows)
@@ -339,29 +351,37 @@ class Batch:
         self._rows = [*texts, *[None] * (rows - len(texts))]
         self._capacity, self._settings = capacity, None
 
-    def _join(self, state: GenerationState, texts: Sequence[Sequence[ServedText]]) -> None:
-        """Let texts join: for each row of `state`, those that go on from it."""
+    def _join(
+        self,
+        state: GenerationState,
+        texts: Sequence[Sequence[ServedText]],
+        *,
+        length: int | None = None,
+    ) -> None:
+        """Let texts join: for each row of `state`, those that go on from it. `length`: tokens in
+        the cache of all of them. Default: those that each text has."""
         sources = [(row, text) for row, members in enumerate(texts) for text in members]
         joining = [text for _, text in sources]
         if not joining:
             return
-        rows, capacity = _power_of_two(len(joining)), self._capacity_needed(joining)
+        lengths = [len(text.ids) if length is None else length for text in joining]
+        rows, capacity = _power_of_two(len(joining)), self._capacity_needed(lengths)
         if self._state is not None:
-            self._fit(joining)
+            self._fit(lengths)
             free = [place for place, text in enumerate(self._rows) if text is None]
             for text, place in zip(joining, free, strict=False):
                 self._rows[place] = text
-            self._insert(state, [row for row, _ in sources], free[: len(joining)], fresh=True)
+            self._insert(state, [row for row, _ in sources], free[: len(joining)])
         elif (1, rows, capacity) == (len(joining), len(state.ids), self._capacity_of(state)):
             self._state, self._capacity = state, capacity
             self._rows = [*joining]
             self._settings = None
         else:
             self._take_rows(state, [row for row, _ in sources], joining, rows, capacity)
-        self._lengths |= {text: self._length(text) for text in joining}
+        self._lengths |= zip(joining, lengths, strict=True)
 
     def _insert(
-        self, state: GenerationState, sources: Sequence[int], places: Sequence[int], *, fresh: bool
+        self, state: GenerationState, sources: Sequence[int], places: Sequence[int]
     ) -> None:
         """Write rows of `state`, of which one may be written several times, into places."""
         pending = list(zip(sources, places, strict=True))
@@ -371,36 +391,36 @@ class Batch:
             now = dict(reversed(pending))
             to[list(now)] = list(now.values())
             pending = [pair for pair in pending if now[pair[0]] != pair[1]]
-            self._state = self._programs.insert(self._state, state, to, fresh=fresh)
+            self._state = self._programs.insert(self._state, state, to)
         self._settings = None
 
-    def _drop_first_halves(self) -> None:
-        """Drop the first half of the texts whose context is full, as `stream` does."""
+    def drop_first_halves(self) -> list[Reading]:
+        """Of the texts whose context is full, and that want more than the token that is drawn next,
+        drop the first half, as `stream` does: they leave until the second one is read again."""
         half = self.context_length // 2
-        full = [
-            (text, place)
-            for place, text in enumerate(self._rows)
-            if text is not None and self._lengths[text] == self.context_length
-        ]
-        self._lengths |= dict.fromkeys((text for text, _ in full), half)
-        if half and full:
-            windows, places = zip(*((text.ids[-half:], place) for text, place in full), strict=True)
-            for group in _groups(windows, self.context_length):
-                state, _ = self._read_group(group, scored=False)
-                some, places = places[: len(group)], places[len(group) :]
-                self._insert(state, range(len(group)), some, fresh=False)
+        full: dict[tuple[int, ...], list[ServedText]] = {}  # the same text is read once
+        for text, length in self._lengths.items():
+            if length == self.context_length and text.max_new_tokens - text.n_generated > 1:
+                full.setdefault(tuple(text.ids), []).append(text)
+        if not half:
+            self._lengths |= dict.fromkeys(itertools.chain(*full.values()), 0)
+        if not half or not full:
+            return []
+        assert self._state is not None
+        logits, readings = np.asarray(self._state.logits), []
+        for ids, texts in full.items():
+            place = self._rows.index(texts[0])
+            readings.append(Reading(texts, [*ids[-half:]], logits[place : place + 1]))
+            for text in texts:
+                self.leave(text)
+        return readings
 
     def _read_group(
         self, windows: Sequence[Sequence[int]], scored: bool
     ) -> tuple[GenerationState, Scores | None]:
         """The state after each of `windows`, which begin at position 0, and the scores of their
-        tokens. A window that is read in parts is not scored."""
-        longest = max(map(len, windows))
-        state, scores = None, None
-        for start in range(0, longest, TOKENS_PER_READ):
-            parts = [ids[start : start + TOKENS_PER_READ] for ids in windows]
-            state, scores = self._read_rows(parts, state, start, scored, longest)
-        assert state is not None
+        tokens."""
+        state, scores = self._read_rows(windows, None, 0, scored, max(map(len, windows)))
         return state, jax.device_get(scores)
 
     def _read_rows(
@@ -477,18 +497,15 @@ class _Programs:
 
             return jax.tree.map(moved, GenerationState(logits, cache.layers, cache.ids), state)
 
-        def insert(state, new, places, *, fresh):
-            """The state with the rows of another one in `places`. If they are not `fresh`, these
-            places keep their logits."""
+        def insert(state, new, places):
+            """The state with the rows of another one in `places`."""
 
             def put(old: Array, new: Array) -> Array:
                 sizes = zip(new.shape[1:], old.shape[1:], strict=True)
                 inside = tuple(slice(0, min(pair)) for pair in sizes)
                 return old.at[(places, *inside)].set(new[(slice(None), *inside)], mode="drop")
 
-            logits = put(state.logits, new.logits) if fresh else state.logits
-            layers = jax.tree.map(put, state.layers, new.layers)
-            return GenerationState(logits, layers, put(state.ids, new.ids))
+            return jax.tree.map(put, state, new)
 
         bind = functools.partial
         self.read = bind(
@@ -496,7 +513,7 @@ class _Programs:
         )
         self.step = bind(jax.jit(step, donate_argnums=1, static_argnames="scored"), leaves)
         self.resize = bind(jax.jit(resize, static_argnames="capacity"), leaves)
-        self.insert = jax.jit(insert, donate_argnums=0, static_argnames="fresh")
+        self.insert = jax.jit(insert, donate_argnums=0)
 
 
 @functools.lru_cache(maxsize=2**14)

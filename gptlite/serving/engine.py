@@ -51,13 +51,17 @@ class Engine:
         **Raises:** `UserError` as `Batch` does.
         """
         self._batch = Batch(model)
-        self._memory = SHARE_OF_MEMORY * free_memory()
+        self._memory = SHARE_OF_MEMORY * free_memory(devices=1)
         self.max_rows, self.max_waiting = max_rows, max_waiting
         self._changed = threading.Condition()
         # A queue for each request. The lock guards these.
         self._waiting: deque[deque[ServedText]] = deque()
         self._closed = False
         self._reading: Reading | None = None
+        """Of a long prompt."""
+        self._again: deque[Reading] = deque()
+        """Of texts whose context was full."""
+        self._prompt_was_last = False
         self._owed = 0.0
         """Seconds that the texts that are generated wait for, because a part was read."""
         self._seconds_per_text = 1.0
@@ -147,7 +151,7 @@ class Engine:
         while True:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._closed or self._waiting or self._begun or self._batch.n_aside
+                    lambda: self._closed or self._waiting or self._begun or self._batch.aside
                 )
                 if self._closed:
                     break
@@ -168,7 +172,9 @@ class Engine:
     def _fail(self) -> None:
         self._batch.clear()
         self._reading = None
+        self._again.clear()
         begun, self._begun = self._begun, {}
+        self._batch.forget(begun)
         for text in begun:
             text.fail()
 
@@ -179,11 +185,12 @@ class Engine:
         for text in list(self._begun):
             if text.cancelled:
                 self._leave(text)
-        self._batch.forget_cancelled()
+        self._batch.forget([text for text in self._batch.aside if text.cancelled])
         self._share()
         start = time.monotonic()
         while self._read() and time.monotonic() < start + READ_SECONDS:
             pass
+        self._again.extend(self._batch.drop_first_halves())
         if self._batch.texts:
             start = time.monotonic()
             steps = self._batch.step()
@@ -211,14 +218,16 @@ class Engine:
             aside.append(max(richer, key=lambda x: (rows[x.request], -self._begun[x])))
             kept.remove(aside[-1])
             rows[aside[-1].request] -= 1
-        for text in aside:
-            self._batch.put_aside(text)
-            del self._begun[text]
         with self._changed:
             if aside and poorest in self._waiting:  # its client may have gone
                 self._waiting.remove(poorest)
                 self._waiting.appendleft(poorest)
-            self._waiting.extend(deque([text]) for text in aside if not text.cancelled)
+        for text in aside:  # one by one: there may be no memory for the next
+            self._batch.put_aside(text)
+            del self._begun[text]
+            with self._changed:
+                if not text.cancelled:
+                    self._waiting.append(deque([text]))
 
     def _fit(self, texts: Sequence[ServedText], more: int = 0) -> bool:
         """Whether these may be generated together, beside those that wait with what their rows had
@@ -229,16 +238,18 @@ class Engine:
 
     def _leave(self, text: ServedText) -> None:
         self._batch.leave(text)
-        if self._reading is not None and text in self._reading.texts:
-            self._reading.texts.remove(text)
-            if not self._reading.texts:
-                self._reading = None
+        for reading in (self._reading, *self._again):
+            if reading is not None and text in reading.texts:
+                reading.texts.remove(text)
+        self._again = deque(reading for reading in self._again if reading.texts)
+        if self._reading is not None and not self._reading.texts:
+            self._reading = None
         seconds = time.monotonic() - self._begun.pop(text)
         self._seconds_per_text += (seconds - self._seconds_per_text) / 8
 
     def _read(self) -> bool:
-        """Read some short prompts, and a part of a long one, and take texts back that were put
-        aside. Whether there was anything to read."""
+        """Read some short prompts, and a part of a long one or of a text whose context was full,
+        and take texts back that were put aside. Whether there was anything to read."""
         texts, long, back = self._admit()
         for text in back:
             self._batch.take_back(text)
@@ -246,19 +257,28 @@ class Engine:
             for text, scores in zip(texts, self._batch.read(texts), strict=True):
                 self._read_to_end(text, scores)
         if long:
-            self._reading = Reading(long)
-        reading = self._reading
+            self._reading = Reading(long, long[0].ids.copy(), None)
+        reading = self._next_reading()
         is_due = reading is not None and (self._owed <= 0 or not self._batch.texts)
         if reading is not None and is_due:
             start = time.monotonic()
             is_read = self._batch.read_on(reading)
             self._owed = time.monotonic() - start
-            if is_read:
+            self._prompt_was_last = reading.is_prompt
+            if is_read and not reading.is_prompt:
+                self._again.popleft()
+            elif is_read:
                 self._reading = None
                 scores = reading.all_scores()
                 for text in reading.texts:
                     self._read_to_end(text, scores if text.prompt_scored else None)
         return bool(texts or back) or is_due
+
+    def _next_reading(self) -> Reading | None:
+        """A long prompt and texts whose context was full take turns."""
+        if self._again and (self._reading is None or self._prompt_was_last):
+            return self._again[0]
+        return self._reading
 
     def _read_to_end(self, text: ServedText, scores: TextScores | None) -> None:
         text.prompt_read(scores)

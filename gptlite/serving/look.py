@@ -73,12 +73,13 @@ def look_inside(model: GPT, ids: Sequence[int], place: int) -> Inside:
     padded = np.zeros(room, np.int32)
     padded[:count] = ids
     following = ids[place + 1] if place + 1 < count else -1
-    arrays = _look_inside(model, jnp.asarray(padded), jnp.int32(place), jnp.int32(following), scale)
-    rows, maps, best, best_ids, nexts = jax.tree.map(np.asarray, arrays)
+    numbers = jnp.array([count, place, following], jnp.int32)
+    arrays = _look_inside(model, jnp.asarray(padded), numbers, scale)
+    weights, best, best_ids, nexts = jax.tree.map(
+        lambda x: np.asarray(x) if eqx.is_array(x) else x, arrays
+    )
     side = -(-count // scale)
-    layers = [
-        Layer(name, row[:, :count], maps[name][:, :side, :side]) for name, row in rows.items()
-    ]
+    layers = [Layer(name, row[:, :count], maps[:, :side, :side]) for name, row, maps in weights]
     guesses = [
         Guess(best_ids[i], best[i], None if following < 0 else float(nexts[i]))
         for i in range(len(nexts))
@@ -88,15 +89,18 @@ def look_inside(model: GPT, ids: Sequence[int], place: int) -> Inside:
 
 @eqx.filter_jit
 def _look_inside(
-    model: GPT, ids: Int[Array, " room"], place: Array, following: Array, scale: int
-) -> tuple[dict[str, Array], dict[str, Array], Array, Array, Array]:
-    weights = attention_maps(model, ids)
-    rows = {name: jnp.take(w, place, axis=-2) for name, w in weights.items()}
-    maps = {name: _shrunk(w, scale) for name, w in weights.items()}
+    model: GPT, ids: Int[Array, " room"], numbers: Int[Array, "3"], scale: int
+) -> tuple[list[tuple[str, Array, Array]], Array, Array, Array]:
+    count, place, following = numbers
+    is_text = jnp.arange(len(ids))[:, None] < count
+    weights = [
+        (name, jnp.take(w, place, axis=-2), _shrunk(jnp.where(is_text, w, 0), scale))
+        for name, w in attention_maps(model, ids).items()
+    ]
     stream = jnp.take(residual_stream(model, ids), place, axis=-2)
     log_probs = jax.nn.log_softmax(model.logits(model.norm(stream)), axis=-1)
     best, best_ids = jax.lax.top_k(log_probs, min(N_BEST, model.vocab_size))
-    return rows, maps, best, best_ids, jnp.take(log_probs, jnp.maximum(following, 0), axis=-1)
+    return weights, best, best_ids, jnp.take(log_probs, jnp.maximum(following, 0), axis=-1)
 
 
 def _shrunk(

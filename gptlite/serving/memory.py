@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gptlite.serving.api import ApiError
 
 # Bytes that all requests hold at most. One client has three quarters of it at most: the last
-# quarter is for clients that hold nothing.
+# quarter is for the only request of a client.
 MAX_HELD = 2**30
 MAX_OF_ONE = MAX_HELD // 4 * 3
 # An answer is sent in parts of so many bytes, each of which a client must read within so many
@@ -47,7 +47,8 @@ class Held:
                 "ask for less at once.",
             )
         more = max(0, n_bytes - self._bytes)
-        most = MAX_OF_ONE if self._all[self._client] else MAX_HELD
+        others = self._all[self._client] - self._bytes  # requests of this client
+        most = MAX_OF_ONE if others else MAX_HELD
         if more and self._all.total() + more > most:
             raise ApiError(
                 429,

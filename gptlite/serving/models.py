@@ -22,7 +22,7 @@ from gptlite.text.tokenizer import Tokenizer
 
 # Other models that are kept, and how many texts each of them generates together.
 MAX_OTHERS = 2
-OTHERS_ROWS, OTHERS_WAITING = 4, 16
+OTHERS_ROWS, OTHERS_WAITING = 4, 128
 
 
 @dataclass(frozen=True)
@@ -60,17 +60,11 @@ def serve_run(run: Run, name: str, *, max_rows: int, max_waiting: int) -> Served
         log(f"chats are not answered: {error}")
         chat = str(error)
     engine = Engine(run.model, max_rows=max_rows, max_waiting=max_waiting)
-    engine.check(1, 2)
-    ended: queue.SimpleQueue[str] = queue.SimpleQueue()
-    text = ServedText(
-        [0],
-        run.tokenizer,
-        sampling=SamplingConfig(),
-        max_new_tokens=2,
-        deliver=lambda piece: ended.put(piece.finish_reason) if piece.finish_reason else None,
-    )
-    engine.submit([text])
-    require(ended.get() != "error", "The model cannot generate a first text: see the error above.")
+    try:
+        _try(engine, run.tokenizer)
+    except BaseException:
+        engine.stop()  # its thread has the model
+        raise
     return Served(
         name=name,
         created=int(run.path.stat().st_mtime),
@@ -83,6 +77,21 @@ def serve_run(run: Run, name: str, *, max_rows: int, max_waiting: int) -> Served
         model=run.model,
         engine=engine,
     )
+
+
+def _try(engine: Engine, tokenizer: Tokenizer) -> None:
+    """Generate a first text."""
+    engine.check(1, 2)
+    ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+    text = ServedText(
+        [0],
+        tokenizer,
+        sampling=SamplingConfig(),
+        max_new_tokens=2,
+        deliver=lambda piece: ended.put(piece.finish_reason) if piece.finish_reason else None,
+    )
+    engine.submit([text])
+    require(ended.get() != "error", "The model cannot generate a first text: see the error above.")
 
 
 class Models:

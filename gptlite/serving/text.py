@@ -85,7 +85,7 @@ class ServedText:
         """
         self.ids = list(prompt)
         self.n_prompt = len(prompt)
-        self.key = row_key(seed, number)
+        self._seed, self._number = seed, number
         self.sampling = sampling
         self.max_new_tokens = max_new_tokens
         self.scored = n_best is not None
@@ -107,6 +107,11 @@ class ServedText:
         self._n_decoded = self._n_shown = 0
         # A space of the first token that is not in the text.
         self._added = self._stream.added if echo is None else b" " * tokenizer.adds_space
+
+    @property
+    def key(self) -> UInt[np.ndarray, "2"]:
+        """The key of its tokens. Not to be asked for where clients wait: JAX computes it."""
+        return row_key(self._seed, self._number)
 
     @property
     def n_generated(self) -> int:

@@ -31,6 +31,15 @@ def reference(logits, config):
     return set(order.tolist())
 
 
+def test_a_filter_that_keeps_all_takes_no_time():
+    """OpenAI's clients send their defaults."""
+    everything = [SamplingConfig(top_p=1.0, min_p=0.0), SamplingConfig(1.0)]
+    assert Sampling.of(everything).filters is None
+    filters = Sampling.of([SamplingConfig(top_p=1.0, top_k=3)]).filters
+    assert filters is not None
+    assert filters.top_p[0] > 1  # what `last_kept` takes for none
+
+
 def drawn_with(config, logits, uniform):
     return sample(logits, Sampling.of([config] * len(logits)), uniform)
 

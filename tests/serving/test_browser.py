@@ -792,6 +792,9 @@ def test_the_key_is_asked_for_once(page):
         page.run("sessionStorage.clear()")
         page.driver.refresh()
         page.wait(lambda: page.one("#key").is_displayed())
+        page.one("#key input").send_keys("ключ", Keys.ENTER)  # which no header can have
+        page.wait(lambda: page.error == "The key is wrong.")
+        page.one("#key input").clear()
         page.one("#key input").send_keys("wrong", Keys.ENTER)
         page.wait(lambda: page.one("#key").is_displayed())
         page.wait(lambda: page.one("#key input").get_property("value") == "")

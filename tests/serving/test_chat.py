@@ -228,6 +228,8 @@ def test_what_a_message_says_beyond_its_text_is_refused_by_its_name(name):
     messages = [{"role": "assistant", "content": "a", name: {"id": "x"}}]
     with pytest.raises(UserError, match=f"{name} in messages is not supported"):
         parse(Chat, body_of(Chat, messages=messages))
+    messages[0][name] = None  # as in an answer that is sent back
+    assert parse(Chat, body_of(Chat, messages=messages)).turns[0]["content"] == "a"
 
 
 def test_a_template_is_given_the_names_of_those_who_write():

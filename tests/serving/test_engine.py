@@ -555,6 +555,110 @@ def test_texts_that_wait_take_no_more_memory_than_there_is(start, monkeypatch):
     assert {n for _, n in taken} == {1}
 
 
+def watched_reads(engine, monkeypatch, then=lambda reading: None):
+    """The texts and the tokens of each part that is read of a context that was full."""
+    read, step, parts, waited = engine._batch.read_on, engine._batch.step, [], [True]
+
+    def read_on(reading):
+        # Others have had a step since the part before.
+        assert waited or not engine._batch.texts
+        waited.clear()
+        before, texts = reading.done, list(reading.texts)
+        is_last = read(reading)
+        if not reading.is_prompt:
+            parts.append((texts, reading.done - before))
+            then(reading)
+        return is_last
+
+    def note_step():
+        waited.append(True)
+        return step()
+
+    monkeypatch.setattr(engine._batch, "read_on", read_on)
+    monkeypatch.setattr(engine._batch, "step", note_step)
+    return parts
+
+
+def test_a_full_context_is_read_again_between_the_tokens_of_others(start, monkeypatch):
+    """In parts, once for texts that are the same, and not for a last token."""
+    monkeypatch.setattr("gptlite.serving.batch.TOKENS_PER_READ", 16)
+    model = tiny_model(context_length=72)
+    engine = start(model)
+    parts = watched_reads(engine, monkeypatch)
+    prompt = np.random.default_rng(0).integers(0, VOCAB, 72).tolist()
+    last = [Client(prompt, 1, seed=seed) for seed in range(5)]
+    engine.submit([client.text for client in last])
+    for seed, client in enumerate(last):
+        assert client.result == alone(model, prompt, 1, seed=seed)
+    assert not parts
+    other = Client([1, 2], 10**6)
+    engine.submit([other.text])
+    same = [Client(prompt, 30, seed=seed) for seed in range(3)]
+    engine.submit([client.text for client in same])
+    for seed, client in enumerate(same):
+        assert client.result == alone(model, prompt, 30, seed=seed)
+    engine.cancel([other.text])
+    assert [n for texts, n in parts if same[0].text in texts] == [16, 16, 4]
+    assert [len(texts) for texts, _ in parts if same[0].text in texts] == [3, 3, 3]
+
+
+def test_a_text_whose_context_is_read_again_may_be_cancelled(start, monkeypatch):
+    monkeypatch.setattr("gptlite.serving.batch.TOKENS_PER_READ", 2)
+    engine = start()
+    gone, other = Client([1] * C, 100_000), Client([1, 2], 10**6)
+    parts = watched_reads(
+        engine,
+        monkeypatch,
+        lambda reading: engine.cancel([gone.text] if gone.text in reading.texts else []),
+    )
+    engine.submit([other.text])
+    engine.submit([gone.text])
+    end = time.monotonic() + 60
+    while not gone.text.cancelled or engine.n_active > 1:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    engine.cancel([other.text])
+    while engine.n_active or engine._again:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    assert [n for texts, n in parts if gone.text in texts] == [2]
+    right = Client([1, 2], 30)
+    engine.submit([right.text])
+    assert right.result == alone(tiny_model(), [1, 2], 30)
+
+
+def test_what_cannot_be_put_aside_or_taken_back_loses_no_other_text(start, monkeypatch, capsys):
+    monkeypatch.setattr("gptlite.serving.engine.TURN_SECONDS", 0.0)
+    engine = start(max_rows=2)
+    batch, failed = engine._batch, set()
+
+    def fails_once(name, when):
+        work = getattr(batch, name)
+
+        def sometimes(*given, **words):
+            if name not in failed and when(words):
+                failed.add(name)
+                raise MemoryError
+            return work(*given, **words)
+
+        monkeypatch.setattr(batch, name, sometimes)
+
+    fails_once("put_aside", lambda words: len(batch.aside) > 1)
+    fails_once("_join", lambda words: "length" in words and len(failed) == 1)
+    clients = [Client([1], 200, seed=seed) for seed in range(8)]
+    for client in clients:
+        engine.submit([client.text])
+    right = 0
+    for seed, client in enumerate(clients):
+        if client.reason != "error":
+            assert client.result == alone(tiny_model(), [1], 200, seed=seed)
+            right += 1
+    assert failed == {"put_aside", "_join"}
+    assert right >= 4  # each failure ends the texts that have a row
+    assert not batch.aside
+    assert capsys.readouterr().err.count("this does not fit into memory") == 2
+
+
 def test_a_text_that_was_put_aside_may_be_cancelled(start, monkeypatch):
     monkeypatch.setattr("gptlite.serving.engine.TURN_SECONDS", 0.0)
     engine = start(max_rows=1)

@@ -35,6 +35,16 @@ def test_one_client_leaves_room_for_others():
     first.at_least(MAX_OF_ONE)
 
 
+def test_a_request_that_holds_its_body_is_still_the_only_one_of_its_client():
+    held_by = Counter()
+    Held(held_by, "a").at_least(MAX_OF_ONE)
+    other = Held(held_by, "b")
+    other.at_least(100)
+    other.at_least(10_000)
+    with pytest.raises(ApiError, match="try again"):
+        Held(held_by, "b").at_least(1)
+
+
 def test_what_no_request_may_hold_is_refused():
     with pytest.raises(ApiError, match=rf"could take {MAX_OF_ONE + 1:,} bytes") as refused:
         Held(Counter(), "a").at_least(MAX_OF_ONE + 1)

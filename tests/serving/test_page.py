@@ -5,8 +5,10 @@ import json
 import os
 import re
 import shutil
+import threading
 import urllib.error
 import urllib.request
+from types import SimpleNamespace
 from typing import Any
 
 import equinox as eqx
@@ -17,10 +19,12 @@ import pytest
 from conftest import TEXT, TINY, run_script, tiny_model, tiny_run
 from support.servers import NAME, TOKENIZER, served_model, serving
 
+from gptlite.errors import UserError
 from gptlite.inspect.attention_maps import attention_maps
 from gptlite.inspect.logit_lens import logit_lens
 from gptlite.runs.find import list_steps
 from gptlite.serving import models
+from gptlite.serving.look import look_inside
 from gptlite.serving.page import FILES, TokenTexts
 from gptlite.serving.text import Scored, Token
 from gptlite.text.tokenizer import ByteTokenizer
@@ -167,17 +171,46 @@ def test_inside_of_the_model(address, count):
             np.testing.assert_allclose(guess["next"], following, atol=1e-4)
 
 
-def test_the_map_of_a_long_text_has_the_largest_weights():
+def test_a_model_that_cannot_be_served_is_let_go(tmp_path, monkeypatch):
+    def check(*_):
+        raise UserError("no memory")
+
+    monkeypatch.setattr(models.Engine, "check", check)
+    run: Any = SimpleNamespace(path=tmp_path, tokenizer=TOKENIZER, model=tiny_model())
+    before = set(threading.enumerate())
+    with pytest.raises(UserError, match="no memory"):
+        models.serve_run(run, "x", max_rows=1, max_waiting=1)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_layers_stand_in_their_order():
+    """Also from the tenth on."""
+    model = tiny_model(n_layers=11)
+    maps = attention_maps(model, jnp.asarray(TEXT_IDS))
+    assert [name.split(".")[2] for name in maps] == [str(i) for i in range(11)]
+    inside = look_inside(model, TEXT_IDS, 3)
+    for layer, (name, weights) in zip(inside.layers, maps.items(), strict=True):
+        assert layer.name == name
+        np.testing.assert_allclose(layer.row, weights[:, 3], atol=1e-6)
+
+
+@pytest.mark.parametrize("count", [149, 150])
+def test_the_map_of_a_long_text_has_the_largest_weights(count):
     """A cell stands for several tokens where a text has more than 64."""
     model = tiny_model(context_length=160)
-    ids = np.random.default_rng(2).integers(0, 13, 150).tolist()
+    ids = np.random.default_rng(2).integers(0, 13, count).tolist()
     with serving(model, context_length=160) as address:
         _, found, _ = answer(address, "/page/look", {"ids": ids, "place": 140})
     weights = next(iter(attention_maps(model, jnp.asarray(ids)).values()))
     layer = found["layers"][0]
     assert layer["side"] == 50
     cells = np.frombuffer(base64.b64decode(layer["maps"][1]), np.uint8).reshape(50, 50)
-    expected = np.asarray(weights[1]).reshape(50, 3, 50, 3).max(axis=(1, 3))
+    # What follows the text is no part of a cell.
+    padded = np.zeros((150, 150))
+    padded[:count, :count] = weights[1]
+    expected = padded.reshape(50, 3, 50, 3).max(axis=(1, 3))
     np.testing.assert_allclose(cells / 255, expected, atol=0.5 / 255 + 1e-5)
 
 

@@ -42,6 +42,10 @@ function askForKey() {
     form.onsubmit = (event) => {
       event.preventDefault();
       const given = form.elements.key.value;
+      if (!/^[ -~]*$/.test(given)) {
+        showError(new Error("The key is wrong."));
+        return;
+      }
       sessionStorage.setItem("key", given);
       form.reset();
       form.hidden = true;
