@@ -35,7 +35,13 @@ def main(
     if not run.startswith("hf:"):
         # Blocks that cannot be exported are refused first: a custom one would have to be named.
         to_hf_config(load_config(find_run(run) / "config.json").model, vocab_size=1)
-    export_run(load(run), folder)
+    found = load(run)
+    export_run(found, folder)
+    if found.config.model.separate_documents:
+        log(
+            "The model keeps documents apart, which no architecture of transformers does: give it "
+            "one document at a time."
+        )
     log(f"{folder} is written: AutoModelForCausalLM.from_pretrained({str(folder)!r}) loads it")
 
 

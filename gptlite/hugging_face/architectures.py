@@ -35,6 +35,9 @@ GATED = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh"}
 # Other names of the same functions.
 SYNONYMS = {"gelu_new": "gelu_pytorch_tanh", "swish": "silu"}
 
+# Fields that `transformers` had before version 5, and other programs still read.
+OLD_NAMES = {"rope_theta", "rope_scaling", "rope_local_base_freq"}
+
 # The size of a model, in any direction.
 MAX_SIZE = 10_000_000
 # Fields that change nothing that gptlite computes.
@@ -276,6 +279,8 @@ class _Export:
         activation = ACTIVATIONS.get(self.mlp) or GATED.get(self.mlp)
         self.need(activation is not None, f"mlp {config.mlp}", "--model.mlp swiglu")
         gated = self.mlp in GATED
+        rope = self.rope()
+        scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
         fields = {
             "num_hidden_layers": config.n_layers,
             "num_attention_heads": config.n_heads,
@@ -286,7 +291,9 @@ class _Export:
             "max_position_embeddings": config.context_length,
             "rms_norm_eps": eps,
             "hidden_act": activation,
-            "rope_parameters": self.rope(),
+            "rope_parameters": rope,
+            "rope_theta": rope.get("rope_theta"),
+            "rope_scaling": scaling if rope.get("rope_type") == "llama3" else None,
             "attention_bias": self.qkv_bias,
             "attention_dropout": 0.0,
         }
@@ -309,6 +316,7 @@ class _Export:
             fields |= {} if gated else {"hidden_act": "relu"}
             return fields | {"model_type": "qwen3", "layer_types": [kind] * config.n_layers}
         if not gated:
+            self.whole_heads()
             self.need(window is None, "a window without a gated MLP", "--model.attention full")
             self.need(self.same_bias, "biases of some matrices without a gated MLP", self.unbiased)
             return fields | {"model_type": "arcee", "mlp_bias": config.bias}
@@ -328,6 +336,7 @@ class _Export:
             self.need(not self.qkv_bias, "a window with biases", self.unbiased)
             del fields["attention_bias"]
             return fields | {"model_type": "mistral", "sliding_window": window}
+        self.whole_heads()
         return fields | {"model_type": "llama", "mlp_bias": config.bias}
 
     def gemma3(self, fields: dict[str, Any], window: int | None) -> dict[str, Any]:
@@ -342,6 +351,7 @@ class _Export:
         self.need(
             self.same_bias and not config.bias, "sandwich norms with these biases", self.unbiased
         )
+        self.whole_heads()
         kind = "full_attention" if window is None else "sliding_attention"
         rope = fields["rope_parameters"]
         fields = {name: x for name, x in fields.items() if name != "hidden_act"}
@@ -352,8 +362,18 @@ class _Export:
             "layer_types": [kind] * config.n_layers,
             "sliding_window": window or config.context_length,
             "rope_parameters": {"full_attention": rope, "sliding_attention": rope},
+            "rope_local_base_freq": rope.get("rope_theta"),
             "final_logit_softcapping": config.logit_cap,
         }
+
+    def whole_heads(self) -> None:
+        """`transformers` refuses other widths in some architectures, whatever the `head_dim`."""
+        config = self.config
+        self.need(
+            config.d_model % config.n_heads == 0,
+            f"a width of {config.d_model} with {config.n_heads} heads here",
+            "--model.d-model, a multiple of --model.n-heads",
+        )
 
     def rope(self) -> dict[str, Any]:
         options = self.position_options
@@ -468,7 +488,11 @@ class _Import:
             return None
         reader = _Import(self.fields)
         reader.asked |= written.keys() | DEFAULTS.get(written["model_type"], {}).keys()
-        same = all(self.fields.get(name) == value for name, value in written.items())
+        # Other programs leave old names out.
+        same = all(
+            self.fields.get(name) == value or (name in OLD_NAMES and name not in self.fields)
+            for name, value in written.items()
+        )
         return config if same and not any(reader.left()) else None
 
     def gpt2(self) -> ModelConfig:

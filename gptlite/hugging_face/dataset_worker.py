@@ -10,12 +10,14 @@ import codecs
 import contextlib
 import functools
 import glob
+import http.client
 import itertools
 import json
 import os
 import re
 import signal
 import sys
+import urllib.request
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -56,6 +58,8 @@ ROWS, PART = 1000, 2**20
 RESUMING = 20
 # Seconds after which the process ends if nothing is being read: it has some 150 MB.
 IDLE = 30
+# Seconds that a server may take to say what changes with a file.
+MARK_SECONDS = 5.0
 # Characters of a text.
 MAX_TEXT = 2**26
 # Characters that may come of a byte of the files, after the first `FREE` ones. (Text is packed to a
@@ -132,8 +136,9 @@ class Dataset:
             f"{name} must name a column of text, as in hf:{source}:{self._split}:COLUMN; the "
             f"columns in which all are texts are {', '.join(texts) or 'none'}.",
         )
-        # The hash changes with the files, or with the dataset's revision.
-        self.version = f"{name} {builder.config_id} {builder.hash}"
+        # The hash changes with the times of files, or with the dataset's revision.
+        marks = " ".join(map(_mark, _files(builder)))
+        self.version = f"{name} {builder.config_id} {builder.hash} {marks}"
 
     def parts(self, begin: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The texts, some at a time, with the `place` of each part: the state of the library, and
@@ -185,7 +190,7 @@ class Dataset:
         """Read as gptlite does, where the library would read otherwise."""
         extend_dataset_builder_for_streaming(builder)
         if builder.name == "text":
-            builder._generate_tables = _text_tables
+            builder._generate_tables = self._text_tables
         elif builder.name == "json":
             builder._generate_tables = self._json_tables
         elif builder.name == "parquet":
@@ -202,7 +207,7 @@ class Dataset:
 
             builder._generate_tables = tables_of_groups
         elif builder.name == "csv":
-            if ".tsv" in source.lower():
+            if re.search(rf"\.tsv({'|'.join(map(re.escape, PACKED))})*$", source.lower()):
                 builder.config.sep = "\t"
             # Else 007 would be the number 7, and the text NA nothing; and in a file whose first row
             # has a comma too many, what is before it would be no text but the name of a row.
@@ -222,6 +227,20 @@ class Dataset:
                                 yield Key(shard, number), pyarrow.Table.from_pandas(rows)
 
             builder._generate_tables = tables_of_texts
+
+    def _text_tables(self, base_files: Any, files_iterables: Any) -> Iterator[Any]:
+        """A text in pieces, one of which is a row, as of a file that is no dataset: the library's
+        own reader changes line ends, and reads a line of any length. As in a folder of texts, a
+        line ends between two files."""
+        splits = self._builder.config.data_files or {}
+        firsts = [files[0] for files in splits.values() if files]
+        for shard, (base, files) in enumerate(zip(base_files, files_iterables, strict=True)):
+            for place, file in enumerate(files):
+                with xopen(file, "rb") as content:
+                    pieces = read_text(content, file)  # pyright: ignore[reportArgumentType]
+                    for number, piece in enumerate(pieces):
+                        begin = "\n" if number == 0 and (place or base not in firsts) else ""
+                        yield Key(shard, number), pyarrow.table({"text": [begin + piece]})
 
     def _check_name(self, names: Iterable[str], file: str) -> None:
         """**Raises:** `UserError` if the column of text is not in this file."""
@@ -331,6 +350,20 @@ def _files(builder: Any) -> list[str]:
     return list(itertools.chain.from_iterable((builder.config.data_files or {}).values()))
 
 
+def _mark(file: str) -> str:
+    """What changes with a file, of which the library's hash knows the time, or the server's tag."""
+    if "://" not in file:
+        return str(os.stat(file).st_size)
+    if not file.startswith(("http://", "https://")):
+        return ""  # the hub's have a revision
+    with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
+        request = urllib.request.Request(file, method="HEAD")
+        with urllib.request.urlopen(request, timeout=MARK_SECONDS) as answer:
+            names = ("ETag", "Last-Modified", "Content-Length")
+            return "|".join(str(answer.headers.get(name)) for name in names)
+    return ""
+
+
 def _left_out(source: str, builder: Any) -> list[str]:
     """What is to be said of the files that are not read, in a folder without settings: the library
     takes the files of one kind, that of the most."""
@@ -344,17 +377,6 @@ def _left_out(source: str, builder: Any) -> list[str]:
     )
     more = f" and {len(left) - 1:,} more" if left[1:] else ""
     return [f"Of {source}, the {kind} files are read. Left out: {left[0]}{more}."] if left else []
-
-
-def _text_tables(base_files: Any, files_iterables: Any) -> Iterator[Any]:
-    """A text in pieces, one of which is a row, as of a file that is no dataset: the library's own
-    reader changes line ends, and reads a line of any length."""
-    for shard, files in enumerate(files_iterables):
-        for file in files:
-            with xopen(file, "rb") as content:
-                pieces = read_text(content, file)  # pyright: ignore[reportArgumentType]
-                for number, piece in enumerate(pieces):
-                    yield Key(shard, number), pyarrow.table({"text": [piece]})
 
 
 def _json_rows(content: Any) -> Iterator[list[dict[str, Any]]]:

@@ -12,6 +12,7 @@ FILES = [
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
+    "special_tokens_map.json",
     "chat_template.jinja",
     INDEX,
 ]
@@ -25,7 +26,8 @@ def find_folder(name: str) -> Path:
 
     **Raises:** `UserError` if it cannot be fetched.
     """
-    return Path(name) if os.path.isdir(name) else fetch(name, FILES)
+    folder = os.path.expanduser(name)
+    return Path(folder) if os.path.isdir(folder) else fetch(name, FILES)
 
 
 def fetch(name: str, files: list[str], revision: str | None = None) -> Path:

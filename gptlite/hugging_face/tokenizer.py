@@ -44,6 +44,13 @@ CLASS_ENDS = {
     **dict.fromkeys(("Llama", "CodeLlama", "Bloom"), "</s>"),
     "Gemma": "<eos>",
 }
+# Where no file names the class, that of a model's type. (Of `llama`, it has none.)
+TYPE_CLASSES = {
+    **dict.fromkeys(("gpt2", "codegen", "phi", "starcoder2", "opt"), "GPT2"),
+    **dict.fromkeys(("qwen2", "qwen3"), "Qwen2"),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), "Gemma"),
+    "gpt_neox": "GPTNeoX",
+}
 # Bytes of a token (those of models have some hundreds), and of all together (Gemma's: 2 million).
 MAX_TOKEN, MAX_TOKENS = 2**16, 2**26
 # Characters that are encoded at once, also after the normalizer. The library needs 160 bytes for
@@ -69,8 +76,13 @@ class HFTokenizer(Decoding):
         """
         record = json.loads(content)
         check_components(record)
-        if record["model"].get("dropout"):  # a text would have other ids each time
-            record["model"]["dropout"] = None
+        model = record["model"]
+        # Without a type, the library would try one model after another. With dropout, a text would
+        # have other ids each time.
+        changes = {} if "type" in model else {"type": "BPE"}
+        changes |= {"dropout": None} if model.get("dropout") else {}
+        if changes:
+            model |= changes
             content = json.dumps(record, ensure_ascii=False)
         self._content = content
         self.library = library_tokenizer(content)
@@ -266,16 +278,16 @@ def read_hf_tokenizer(
     - `vocab_size`: of a model. Default: that of the tokenizer.
     - `end_ids`: ids that say that a generated text ends. Default: the `eos_token`, where
       `transformers` finds it: in `tokenizer_config.json`, in `special_tokens_map.json`, or the one
-      that the `tokenizer_class` has.
+      that the `tokenizer_class` has, there or in `config.json`, or the class for a model's type.
     - `for_training`: whether a new model will be trained, which never sees what the tokenizer puts
       before a text. It is left out.
 
     **Raises:** `UserError` if a file cannot be read, or has what gptlite does not have.
     """
     path, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
-    fields, named = (
+    fields, named, model = (
         read_fields(file) if os.path.lexists(file) else {}
-        for file in (settings, folder / "special_tokens_map.json")
+        for file in (settings, folder / "special_tokens_map.json", folder / "config.json")
     )
     try:
         content = read_bounded(behind_links(path), MAX_TOKENIZER).decode("utf-8")
@@ -284,7 +296,7 @@ def read_hf_tokenizer(
         if for_training:
             record["post_processor"] = None
             content = json.dumps(record, ensure_ascii=False)
-        ends = _eos(fields, named) if end_ids is None else end_ids
+        ends = _eos(fields, named, model) if end_ids is None else end_ids
         tokenizer = HFTokenizer(content, vocab_size, ends)
     except UserError as error:
         raise UserError(f"{path} cannot be used: {error}") from error
@@ -308,9 +320,11 @@ def read_fields(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} cannot be read: {error}.") from error
 
 
-def _eos(settings: Mapping[str, Any], named: Mapping[str, Any]) -> str:
+def _eos(settings: Mapping[str, Any], named: Mapping[str, Any], model: Mapping[str, Any]) -> str:
     """The text of the token that ends a text; empty if nothing names one."""
-    kind = str(settings.get("tokenizer_class")).removesuffix("Fast").removesuffix("Tokenizer")
+    of_model = TYPE_CLASSES.get(str(model.get("model_type")))
+    kind = str(settings.get("tokenizer_class") or model.get("tokenizer_class") or of_model)
+    kind = kind.removesuffix("Fast").removesuffix("Tokenizer")
     eos = settings.get("eos_token", named.get("eos_token", CLASS_ENDS.get(kind)))
     name = eos.get("content") if isinstance(eos, dict) else eos
     return name if isinstance(name, str) else ""

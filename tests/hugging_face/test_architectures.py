@@ -19,9 +19,10 @@ from gptlite.cli import parse_train
 from gptlite.config import Config, ModelConfig, SamplingConfig
 from gptlite.errors import UserError
 from gptlite.generation.generate import generate
-from gptlite.hugging_face.architectures import from_hf_config, to_hf_config
+from gptlite.hugging_face.architectures import OLD_NAMES, from_hf_config, to_hf_config
 from gptlite.hugging_face.folder import export_run, load_hf
 from gptlite.machine.names import split_options
+from gptlite.models.build import find_part
 from gptlite.nn.stack import unstacked
 from gptlite.runs.model import make_model
 from gptlite.runs.run import Run
@@ -444,6 +445,38 @@ def test_what_no_architecture_has_is_refused_all_at_once():
         assert words in str(error.value)
     model = parse_train(["--model.no-qk-norm", "--model.no-bias", "--model.no-scale-embedding"])
     assert not model.config.model.qk_norm
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [NO_QK | {"mlp": "swiglu"}, NO_QK, {"block": "sandwich", "mlp": "geglu"}],
+    ids=str,
+)
+def test_a_width_that_transformers_refuses_is_refused(changes):
+    config = ModelConfig(**BASE | {"n_heads": 3, "head_size": 8} | changes)
+    with pytest.raises(UserError, match=r"a width of \d+ with 3 heads here \(--model\.d-model, a"):
+        to_hf_config(config, VOCAB)
+
+
+@pytest.mark.parametrize("block", ["pre", "sandwich"])
+def test_programs_that_know_the_old_fields_of_rotary_positions_find_them(block):
+    scaled = "rotary:theta=500:factor=4:low_frequency=1:high_frequency=4:original_context=16"
+    of_block = {"mlp": "geglu", "scale_embedding": True, "block": "sandwich"}
+    changes = of_block if block == "sandwich" else NO_QK | {"mlp": "swiglu"}
+    for positions, kind in (("rotary:theta=500", None), (scaled, "llama3")):
+        config = ModelConfig(**BASE | changes | {"positions": positions})
+        fields = to_hf_config(config, VOCAB)
+        assert fields["rope_theta"] == 500
+        assert (fields["rope_scaling"] or {}).get("rope_type") == kind
+        assert ("rope_local_base_freq" in fields) == (block == "sandwich")
+        assert from_hf_config(fields) == config
+        for name in OLD_NAMES & fields.keys():  # as `transformers` writes it again
+            del fields[name]
+        assert from_hf_config(fields) == config
+        fields = to_hf_config(config, VOCAB)
+        del fields["rope_parameters"]
+        found = from_hf_config(fields)
+        assert find_part("positions", found)[1] == find_part("positions", config)[1]
 
 
 CHOICES = {

@@ -137,6 +137,42 @@ def test_a_single_file_is_a_dataset_here_and_at_an_address(name, tmp_path):
             server.shutdown()
 
 
+@pytest.mark.parametrize("at", ["here", "address"])
+def test_a_file_that_has_changed_in_the_same_second_is_another_one(at, tmp_path):
+    """Python's server sends no tag of a file, and an archive's files may have a fixed time."""
+    path = tmp_path / "a.jsonl"
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
+    handler.log_message = lambda *_: None  # pyright: ignore[reportAttributeAccessIssue]
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        try:
+            address = f"http://127.0.0.1:{server.server_port}/a.jsonl"
+            name = str(path) if at == "here" else address
+            versions = []
+            for texts in (TEXTS, TEXTS[1:], TEXTS):
+                path.write_text(lines(texts))
+                os.utime(path, (10**9, 10**9))
+                versions.append(documents(name).version)
+        finally:
+            server.shutdown()
+    assert versions[0] == versions[2] != versions[1]
+
+
+def test_a_line_ends_between_two_texts_of_a_folder(tmp_path):
+    for name, text in {"a.txt": "first", "b.txt": "second", "c.txt": "third"}.items():
+        (tmp_path / name).write_text(text)
+    whole = load_corpus(str(tmp_path)).text
+    assert "".join(documents(str(tmp_path)).read(None)) == whole == "first\nsecond\nthird"
+
+
+def test_tabs_are_told_by_the_end_of_a_name(tmp_path):
+    (tmp_path / "old.tsv.d").mkdir()
+    (tmp_path / "old.tsv.d" / "a.csv").write_text("text,n\na\tb,1\n")
+    (tmp_path / "b.TSV").write_text("text\tn\na,b\t1\n")
+    assert list(documents(tmp_path / "old.tsv.d" / "a.csv:text").read(None)) == ["a\tb"]
+    assert list(documents(tmp_path / "b.TSV:text").read(None)) == ["a,b"]
+
+
 LONG = TEXT * (5 * 2**20 // len(TEXT))
 
 

@@ -15,6 +15,7 @@ from gptlite.config import SamplingConfig
 from gptlite.errors import UserError
 from gptlite.generation.text import TextStream
 from gptlite.hugging_face.components import _LLAMA3, KNOWN_SPLITS
+from gptlite.hugging_face.hub import FILES
 from gptlite.hugging_face.tokenizer import HFTokenizer, to_hf_tokenizer
 from gptlite.runs.tokenizers import make_tokenizer, tokenizer_from_json
 from gptlite.serving.text import Piece, ServedText, TextScores
@@ -425,6 +426,24 @@ def test_a_library_that_would_lose_a_character_silently_is_not_believed(tmp_path
         tokenizer.encode("naïve café, 3")
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"vocab": {"a": 0}, "unk_token": "a", "max_input_chars_per_word": 10**9},  # WordPiece's
+        {"vocab": [["a", 0.0]], "unk_id": None},  # Unigram's
+        {"vocab": {"a": 0}, "merges": [["a", "b", "c"]]},
+    ],
+    ids=str,
+)
+def test_a_model_without_a_type_is_read_as_bpe_alone(model):
+    """The library would try one after another, and find another one."""
+    with pytest.raises(ValueError, match=r"cannot be read|vocab"):
+        HFTokenizer(json.dumps({"version": "1.0", "model": model, "decoder": {"type": "Fuse"}}))
+    record = json.loads(to_hf_tokenizer(OWN))
+    del record["model"]["type"]  # as in files of 2020
+    assert HFTokenizer(json.dumps(record)).encode("the").tolist() == OWN.encode("the").tolist()
+
+
 def test_a_text_has_the_same_ids_each_time():
     record = json.loads(to_hf_tokenizer(OWN))
     record["model"]["dropout"] = 0.5
@@ -455,6 +474,23 @@ def test_the_end_of_a_text_is_found_where_transformers_finds_it(settings, named,
     write_folder(tmp_path, made.to_str(), settings)
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(named))
     assert make_tokenizer(f"hf:{tmp_path}").end_ids == found
+    assert "special_tokens_map.json" in FILES  # so it is on the hub
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "found"),
+    [({}, "gpt2", (257,)), ({}, "gpt_neox", (257,)), ({}, "mamba", ()), ({}, "qwen2", (257,))],
+)
+def test_the_type_of_a_model_tells_the_end_of_a_text_where_nothing_else_does(
+    settings, kind, found, tmp_path
+):
+    made = tokenizers.Tokenizer.from_str(to_hf_tokenizer(ByteTokenizer()))
+    made.add_special_tokens(["<|end|>", "<|endoftext|>"])
+    write_folder(tmp_path, made.to_str(), settings)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    assert make_tokenizer(f"hf:{tmp_path}").end_ids == found
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    assert make_tokenizer(f"hf:{tmp_path}").end_ids == ()
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
