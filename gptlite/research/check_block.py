@@ -13,13 +13,21 @@
     padding     padding after a sequence changes nothing
     documents   of a model with `separate_documents`: a document gives the same output alone and
                 after another one
-    gradients   finite, not zero for any parameter, and right by finite differences in float64
+    gradients   finite, not zero for any parameter and for the input, and right by finite
+                differences in float64
     bfloat16    close to float32
     scan        a stack of blocks gives the same output unrolled and scanned
 
 From the command line: `python -m gptlite.research.check_block FILE.py:CLASS`. Options follow the
 name, as in `FILE.py:CLASS:rank=4`.
 """
+
+# First, because JAX refuses some values of its environment variables when it is imported.
+if __name__ == "__main__":
+    from gptlite.cli import exit_on_error, import_jax
+
+    with exit_on_error():
+        import_jax()
 
 import inspect
 import sys

@@ -34,6 +34,8 @@ NO_INFLUENCE = 1e-5
 DIFFERENCES, DERIVATIVE = (1e-3, 1e-5), 2e-2
 # bfloat16 has 8 bits: 0.4 % a rounding, some ten of them in a row.
 BFLOAT16 = 0.1
+# The name of the input among the parameters.
+INPUT = "the input"
 
 
 def check_parameters(s: Subject) -> str | None:
@@ -234,15 +236,19 @@ def check_gradients(s: Subject) -> str | None:
         names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
         stacked = jax.tree.leaves(inside(params, Stack))
         leaves, structure = jax.tree.flatten(params)
+        # Layers below learn by the gradient of the input, if it is not ids.
+        has_gradient = s.x.dtype == np.float32
+        leaves += [s.x] if has_gradient else []
+        names, stacked = [*names, INPUT], [*stacked, False]
         if not leaves:
             return None
         leaves = [np.asarray(leaf, np.float64) for leaf in leaves]
-        x = jnp.asarray(s.x, np.float64 if s.x.dtype == np.float32 else None)
         random = np.random.default_rng(0)
         directions = [random.normal(size=leaf.shape) for leaf in leaves]
 
         def call(leaves):
-            module = eqx.combine(jax.tree.unflatten(structure, leaves), static)
+            *params, x = leaves if has_gradient else [*leaves, jnp.asarray(s.x)]
+            module = eqx.combine(jax.tree.unflatten(structure, params), static)
             return s.call(module, x, None, None)
 
         try:
@@ -274,7 +280,7 @@ def check_gradients(s: Subject) -> str | None:
             return grads, jnp.stack(analytic), (ends[:, 0] - ends[:, 1]) / widths
 
         grads, analytic, numeric = jax.device_get(directional_derivatives(leaves, directions))
-    for name, grad, layers in zip(names, grads, stacked, strict=True):
+    for name, grad, layers in zip(names, grads, stacked, strict=False):
         for layer, part in enumerate(grad if layers else [grad]):
             of = name + (f" of layer {layer}" if layers else "")
             if not np.isfinite(part).all():

@@ -77,6 +77,7 @@ def make_subject(
     if kind in ("layer", "block"):
         if d_model is None:
             raise UserError(f"d_model must be given to check the {kind}.")
+        require(seq >= 4, f"seq must be at least 4, got {seq}.")
         x, other = random.normal(size=(2, BATCH, seq, d_model)).astype(np.float32)
         parts |= {"x": x, "other": other, "width": d_model}
         if kind == "layer":

@@ -196,6 +196,24 @@ class WrongBackwardPass(Layer):
         return half(super().__call__(x))
 
 
+class WrongInputGradient(Layer):
+    def __call__(self, x):
+        return super().__call__(half(x))
+
+
+class Cuts(Layer):
+    def __call__(self, x):
+        return super().__call__(jax.lax.stop_gradient(x))
+
+
+class HalfWithoutParameters(eqx.Module):
+    def __init__(self, config, *, key):
+        pass
+
+    def __call__(self, x):
+        return half(x)
+
+
 class InfiniteSlope(Layer):
     def __call__(self, x):
         y = super().__call__(x)
@@ -338,6 +356,9 @@ BUGS = {
     ValuesWithoutGradient: ("gradients", "value.weight"),
     Unused: ("gradients", "the gradient of spare.weight is zero"),
     WrongBackwardPass: ("gradients", "is wrong"),
+    WrongInputGradient: ("gradients", "the gradient of the input is wrong"),
+    Cuts: ("gradients", "the gradient of the input is zero"),
+    HalfWithoutParameters: ("gradients", "the gradient of the input is wrong"),
     InfiniteSlope: ("gradients", "is not finite"),
     StaticGain: ("parameters", "StaticGain.gain is an array in a static field"),
     LowPrecision: ("parameters", "gain is in bfloat16 instead of float32"),
