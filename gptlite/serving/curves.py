@@ -24,7 +24,7 @@ Points = tuple[Int[np.ndarray, " points"], Float[np.ndarray, " points"]]
 class Curves:
     """A part of a run's metrics."""
 
-    file: int
+    file: str
     """Changes when the file is another one: a run that is resumed may begin it anew."""
     end: int
     """Where the next part begins."""
@@ -35,7 +35,7 @@ class Curves:
     validation: Points
 
 
-def read_curves(run: Path, file: int, start: int, most: int) -> Curves:
+def read_curves(run: Path, file: str, start: int, most: int) -> Curves:
     """The losses in `metrics.jsonl` from byte `start` of a file, or all, if there is another file
     now. At most `most` points of each curve are kept. The points are remembered while the file
     stays as it is.
@@ -50,11 +50,11 @@ def read_curves(run: Path, file: int, start: int, most: int) -> Curves:
 
 @lru_cache(maxsize=512)
 def _read_curves(
-    path: Path, stamp: tuple[int, int, int], file: int, start: int, most: int
+    path: Path, stamp: tuple[int, int, int], file: str, start: int, most: int
 ) -> Curves:
     with open_regular(path) as opened:
         status = os.fstat(opened.fileno())
-        if status.st_ino != file or status.st_size < start:
+        if str(status.st_ino) != file or status.st_size < start:
             start = 0
         opened.seek(start)
         content = opened.read(MAX_READ)
@@ -70,7 +70,7 @@ def _read_curves(
         [None if record.val_loss is msgspec.UNSET else record.val_loss for record in records],
     )
     return Curves(
-        status.st_ino,
+        str(status.st_ino),  # some have more digits than numbers in a browser
         start + len(whole),
         len(content) < MAX_READ,
         thinned(*train, most),

@@ -102,8 +102,8 @@ class Endpoints:
             raise ApiError(404, message, "model_not_found")
         return self._served
 
-    def _form(self, served: Served, prompts: Sequence[Prompt], *, echo: bool) -> Form:
-        """The form of the answer to a completion."""
+    def _form(self, served: Served, prompts: Sequence[Prompt], n: int, *, echo: bool) -> Form:
+        """The form of the answer to a completion: `n` texts of each prompt."""
         return Form(served.name, sum(len(prompt.ids) for prompt in prompts))
 
     async def completions(self, request: Request) -> Response:
@@ -122,7 +122,7 @@ class Endpoints:
                 len(body),
                 lambda: [read_prompt(tokenizer, prompt, most) for prompt in asked.prompts],
             )
-            form = self._form(served, prompts, echo=asked.echo)
+            form = self._form(served, prompts, asked.n, echo=asked.echo)
         echoes = [prompt.shown(tokenizer) if asked.echo else None for prompt in prompts]
         return await self._generate(
             request, served, asked, form, prompts, echoes, asked.max_tokens, asked.logprobs

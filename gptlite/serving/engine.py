@@ -266,7 +266,7 @@ class Engine:
             self._owed = time.monotonic() - start
             self._prompt_was_last = reading.is_prompt
             if is_read and not reading.is_prompt:
-                self._again.popleft()
+                self._again.remove(reading)
             elif is_read:
                 self._reading = None
                 scores = reading.all_scores()
@@ -275,10 +275,14 @@ class Engine:
         return bool(texts or back) or is_due
 
     def _next_reading(self) -> Reading | None:
-        """A long prompt and texts whose context was full take turns."""
-        if self._again and (self._reading is None or self._prompt_was_last):
-            return self._again[0]
-        return self._reading
+        """A long prompt and texts whose context was full take turns. What nobody waits for any more
+        is not read."""
+        prompts, again = (
+            [x for x in readings if x is not None and not all(t.cancelled for t in x.texts)]
+            for readings in ([self._reading], self._again)
+        )
+        first, second = (again, prompts) if self._prompt_was_last else (prompts, again)
+        return next(iter([*first, *second]), None)
 
     def _read_to_end(self, text: ServedText, scores: TextScores | None) -> None:
         text.prompt_read(scores)

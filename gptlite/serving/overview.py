@@ -17,13 +17,15 @@ from gptlite.runs.saved_config import load_config
 from gptlite.runs.stored import best_step, newest_summary
 
 State = Literal["running", "stopped", "done", "diverged"]
+# The batch at which a run has diverged, the last time.
+DIVERGED = "nonfinite.json"
 # The files that a row of the list is read from.
 FILES = (
     "config.json",
     METRICS,
     CHECKPOINTS,
     "result.json",
-    "nonfinite.json",
+    DIVERGED,
 )
 
 
@@ -84,8 +86,10 @@ def _read(path: Path, stamps: tuple[tuple[float, int], ...]) -> Overview | None:
     state: State = "stopped"
     if result is not None and step >= config.training.steps:
         state = "done"
-    elif (path / "nonfinite.json").exists():
-        state = "diverged"
+    elif (path / DIVERGED).exists():
+        at = (_json(path / DIVERGED) or {}).get("step")
+        went_on = type(at) is int and at < step  # it was resumed
+        state = "stopped" if went_on else "diverged"
     return Overview(
         name=path.name,
         began=_stamp(path / "tokenizer.json")[0],  # never written again

@@ -130,7 +130,7 @@ class PageEndpoints(Endpoints):
     async def curves(self, request: Request) -> Response:
         """The losses of a run, from a place in its file on."""
         path = _folder(RUNS_FOLDER, request.path_params["name"], "config.json")
-        file, start = (_whole(request, name) for name in ("file", "start"))
+        file, start = request.query_params.get("file", "")[:100], _whole(request, "start")
 
         def work() -> Response:
             try:
@@ -177,8 +177,8 @@ class PageEndpoints(Endpoints):
             raise ApiError(404, f"The picture cannot be read: {error}.") from error
         return Response(content, media_type="image/png")
 
-    def _form(self, served: Served, prompts: Sequence[Prompt], *, echo: bool) -> Form:
-        require(len(prompts) == 1, f"Give one prompt, got {len(prompts)}.")
+    def _form(self, served: Served, prompts: Sequence[Prompt], n: int, *, echo: bool) -> Form:
+        require(len(prompts) == n == 1, f"Give one prompt and n 1, got {len(prompts)} and n {n}.")
         before = [] if echo else prompts[0].ids.tolist()
         return PageForm(served.tokenizer, before)
 

@@ -57,8 +57,14 @@ def test_a_run_that_diverges_later(runs, tmp_path):
     shutil.copytree(runs / "small", tmp_path / "run")
     (tmp_path / "run" / "result.json").unlink()
     assert list_runs(tmp_path)[0].state == "stopped"
-    (tmp_path / "run" / "nonfinite.json").write_text("{}")
-    assert list_runs(tmp_path)[0].state == "diverged"
+    for content, state in (
+        ("{}", "diverged"),
+        ('{"step": 1000000}', "diverged"),
+        ('{"step": 1}', "stopped"),  # and went on since then
+        ('{"step": "1"}', "diverged"),
+    ):
+        (tmp_path / "run" / "nonfinite.json").write_text(content)
+        assert list_runs(tmp_path)[0].state == state
 
 
 def test_a_run_that_is_extended_began_when_it_began(runs, tmp_path):

@@ -64,6 +64,8 @@ async function look(i) {
   } catch (error) {
     if (mine !== asked) return;
     $("look-status").textContent = "";
+    found = null;
+    draw(i);
     showError(error);
   }
 }

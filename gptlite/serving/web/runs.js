@@ -200,6 +200,7 @@ async function showPair() {
   $("pair").hidden = ticked.length !== 2;
   $("pair-hint").hidden = ticked.length === 2;
   const pair = ticked.join("\n");
+  if (ticked.length !== 2) compared = "";
   if (ticked.length !== 2 || pair === compared) return;
   const both = ticked;
   const [a, b] = await Promise.all(both.map((name) => api.get(`page/runs/${encodeURIComponent(name)}/config`)));
@@ -265,7 +266,8 @@ async function showComparisons() {
     ...names.map((name) => {
       const details = el("details", {}, el("summary", {}, visible(name)));
       details.addEventListener("toggle", async () => {
-        if (details.childElementCount > 1) return;
+        if (details.dataset.asked) return;
+        details.dataset.asked = "yes";
         const picture = await api.blob(`page/comparisons/${encodeURIComponent(name)}`).catch(showError);
         if (picture) details.append(el("img", { alt: `The losses of the variants of ${name}`, src: URL.createObjectURL(picture) }));
       });

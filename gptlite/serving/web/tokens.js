@@ -56,7 +56,7 @@ export class TokenList {
 
   append(tokens) {
     const made = tokens.map((token, j) => this.#span(token, this.count + j));
-    this.place.append(...made);
+    for (const span of made) this.place.append(span);
     this.count += tokens.length;
   }
 
