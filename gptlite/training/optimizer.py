@@ -35,9 +35,9 @@ def make_schedule(config: OptimizerConfig, steps: int) -> Callable[[ArrayLike], 
     elif config.schedule == "noam":
         after = functools.partial(_inverse_sqrt, warmup + 1)
     else:
-        decay = max(1, round(config.decay_fraction * steps))
-        begin = max(0, rest - decay)
-        after = optax.linear_schedule(1.0, final, max(1, decay - last), transition_begin=begin)
+        decay = max(1, round(config.decay_fraction * steps) - last)
+        begin = max(0, rest - last - decay)
+        after = optax.linear_schedule(1.0, final, decay, transition_begin=begin)
     if warmup > 0:
         # From 1 / (warmup + 1): a first step at 0 would change nothing.
         rise = optax.linear_schedule(1.0 / (warmup + 1), 1.0, warmup)

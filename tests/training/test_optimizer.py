@@ -82,6 +82,14 @@ def test_the_last_of_a_few_steps_is_at_the_final_fraction(schedule):
     np.testing.assert_allclose(factors[-1], 0.1, rtol=1e-5)
 
 
+@pytest.mark.parametrize("fraction", [0.0, 0.001, 0.2])
+def test_a_decay_of_a_step_ends_at_the_final_fraction(fraction):
+    config = OptimizerConfig(schedule="wsd", decay_fraction=fraction, final_fraction=0.1)
+    rates = [float(make_schedule(config, 100)(step)) for step in range(100)]
+    assert rates[-1] == pytest.approx(0.1)
+    assert rates[78] == pytest.approx(1.0)
+
+
 def test_schedules_between_warm_up_and_end():
     np.testing.assert_allclose(curve("linear")[55], 1 - 0.75 * 45 / 89, rtol=1e-5)
     cosine = 0.25 + 0.75 * (1 + np.cos(np.pi * np.array([22, 45]) / 89)) / 2
