@@ -100,7 +100,8 @@ def compare(parsed: tuple[CompareArguments, dict[str, Config]]) -> None:
             save_picture(plots.comparison(results), folder / "comparison.png")
         except OSError as error:
             log(f"{shown}\n")
-            raise UserError(f"{folder} cannot be written: {error.strerror or error}.") from error
+            reason = error.strerror or error
+            raise UserError(f"A file of {folder} cannot be written: {reason}.") from error
     log(f"\n{shown}\n\ntable.txt, table.csv and comparison.png are in {folder}")
 
 

@@ -10,7 +10,6 @@ import codecs
 import contextlib
 import functools
 import glob
-import http.client
 import itertools
 import json
 import os
@@ -356,11 +355,20 @@ def _mark(file: str) -> str:
         return str(os.stat(file).st_size)
     if not file.startswith(("http://", "https://")):
         return ""  # the hub's have a revision
-    with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
-        request = urllib.request.Request(file, method="HEAD")
-        with urllib.request.urlopen(request, timeout=MARK_SECONDS) as answer:
-            names = ("ETag", "Last-Modified", "Content-Length")
-            return "|".join(str(answer.headers.get(name)) for name in names)
+    request = urllib.request.Request(file, method="HEAD")
+    for is_last in (False, False, True):
+        try:
+            with urllib.request.urlopen(request, timeout=MARK_SECONDS) as answer:
+                names = ("Last-Modified", "Content-Length")
+                return answer.headers.get("ETag") or "|".join(
+                    map(str, map(answer.headers.get, names))
+                )
+        except OSError as error:
+            code = getattr(error, "code", 500)
+            if code < 500 and code != 429:  # the server does not answer such questions
+                return ""
+            if is_last:
+                raise
     return ""
 
 

@@ -49,7 +49,7 @@ def load_hf(name: str) -> Run:
     abstract = abstract_model(model, tokenizer)
     require_room(str(folder), abstract)
     names = Names(model, fields["model_type"])
-    if folder != Path(name):
+    if folder != Path(os.path.expanduser(name)):
         fetch(name, _weight_files(folder), folder.name)
     files = _Tensors(folder, names.family.layers.partition(".")[0])
     arrays = import_arrays(names, named_leaves(abstract), files.get)

@@ -162,6 +162,9 @@ def _connect(distributed: DistributedConfig) -> None:
         is_alone |= any(text in str(error) for text in alone)
         if distributed.coordinator is not None or not is_alone:
             raise UserError(f"The processes of the run cannot be joined: {error}") from error
+        if is_pod:
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            log(f"JAX finds no job of Kubernetes here ({reason}): this process trains alone.")
     finally:
         timer.cancel()
 

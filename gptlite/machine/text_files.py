@@ -27,10 +27,10 @@ def read_file(path: Path) -> Iterator[str]:
 
 def _read(file: BinaryIO, n: int) -> bytes:
     """`n` bytes, or what there is: one that comes over a network gives what has arrived."""
-    content = b""
+    content = bytearray()
     while len(content) < n and (part := file.read(n - len(content))):
         content += part
-    return content
+    return bytes(content)
 
 
 def read_text(file: BinaryIO, name: str, most: int | None = None) -> Iterator[str]:

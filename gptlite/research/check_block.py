@@ -51,7 +51,7 @@ from gptlite.errors import UserError, require
 from gptlite.machine.fields import Count, Seed, check_value
 from gptlite.machine.names import is_custom, parse_options, split_options
 from gptlite.machine.pytrees import count_parameters, path_name
-from gptlite.research.checks import CHECKS, inapplicable
+from gptlite.research.checks import CHECKS, INPUT, inapplicable
 from gptlite.research.subject import Kind, make_subject
 
 SMALL = ModelConfig(n_layers=2, n_heads=2, d_model=16, context_length=16)
@@ -116,7 +116,8 @@ def check_block(
       for an `Encoder` and for what has an `Attention` that is not causal.
     - `seq`: tokens in a sequence; more than any window or chunk that the block has.
     - `zero_grad`: names of parameters whose gradient is zero by design: constants, and the bias of
-      attention's keys without rotary positions and QK-norm, which softmax cancels.
+      attention's keys without rotary positions and QK-norm, which softmax cancels. With
+      `the input` among them, its gradient is not looked at.
     - `checks`: the names of the checks to run. Default: all.
     - `seed`: of the parameters and inputs.
 
@@ -141,7 +142,7 @@ def check_block(
             ) from error
         d_model = config.d_model
     paths = {path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(block)}
-    missing = sorted(set(zero_grad) - paths)
+    missing = sorted(set(zero_grad) - paths - {INPUT})
     require(not missing, f"There is no parameter {missing} in {name}, as zero_grad says.")
     if any(map(jnp.iscomplexobj, jax.tree.leaves(eqx.filter(block, eqx.is_array)))):
         # The checks would cast them, too.

@@ -237,8 +237,10 @@ def check_gradients(s: Subject) -> str | None:
         stacked = jax.tree.leaves(inside(params, Stack))
         leaves, structure = jax.tree.flatten(params)
         # Layers below learn by the gradient of the input, if it is not ids.
-        has_gradient = s.x.dtype == np.float32
-        leaves += [s.x] if has_gradient else []
+        is_float = s.x.dtype == np.float32
+        has_gradient = is_float and INPUT not in s.zero_grad
+        x = jnp.asarray(s.x, np.float64 if is_float else None)
+        leaves += [x] if has_gradient else []
         names, stacked = [*names, INPUT], [*stacked, False]
         if not leaves:
             return None
@@ -247,9 +249,9 @@ def check_gradients(s: Subject) -> str | None:
         directions = [random.normal(size=leaf.shape) for leaf in leaves]
 
         def call(leaves):
-            *params, x = leaves if has_gradient else [*leaves, jnp.asarray(s.x)]
+            *params, inputs = leaves if has_gradient else [*leaves, x]
             module = eqx.combine(jax.tree.unflatten(structure, params), static)
-            return s.call(module, x, None, None)
+            return s.call(module, inputs, None, None)
 
         try:
             out = jax.eval_shape(call, leaves)

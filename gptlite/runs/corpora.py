@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from gptlite.errors import UserError, require
 from gptlite.machine.progress import log
@@ -11,8 +10,8 @@ from gptlite.machine.shakespeare import download_shakespeare, load_shakespeare
 from gptlite.machine.text_files import read_file
 from gptlite.text.corpus import DATA_FOLDER, Corpus, documents, text_corpus
 
-# Links in a folder that are named.
-NAMED_LINKS = 5
+# Files and folders of a kind that are named.
+NAMED = 5
 
 
 def load_corpus(
@@ -65,12 +64,11 @@ def _path(path: Path) -> Callable[[], Iterator[str]]:
     )
     files = [path]
     if is_folder:
-        files = sorted(_texts_in(path))
+        left_out: list[str] = []
+        files = sorted(_texts_in(path, left_out))
+        _log_some(left_out)
         links = [file for file in files if not _is_inside(file, path)]
-        for link in links[:NAMED_LINKS]:
-            log(f"{link} is read, which is a link to {os.path.realpath(link)}.")
-        if len(links) > NAMED_LINKS:
-            log(f"So are {len(links) - NAMED_LINKS} more.")
+        _log_some([f"{x} is read, which is a link to {os.path.realpath(x)}." for x in links])
     require(bool(files), f"The folder {path} has no .txt file in it.")
     for file in files:
         require(
@@ -86,17 +84,24 @@ def _path(path: Path) -> Callable[[], Iterator[str]]:
     return pieces
 
 
-def _texts_in(folder: Path) -> Iterator[Path]:
+def _log_some(sentences: Sequence[str]) -> None:
+    for sentence in sentences[:NAMED]:
+        log(sentence)
+    if len(sentences) > NAMED:
+        log(f"So it is with {len(sentences) - NAMED} more.")
+
+
+def _texts_in(folder: Path, left_out: list[str]) -> Iterator[Path]:
     """The .txt files in a folder, but hidden ones: copies of editors, such as Jupyter's in
-    .ipynb_checkpoints/."""
+    .ipynb_checkpoints/. What is left out otherwise is added to `left_out`."""
 
-    def fail(error: OSError) -> NoReturn:
-        raise UserError(f"{error.filename} cannot be read: {error.strerror}.") from error
+    def note(error: OSError) -> None:
+        left_out.append(f"{error.filename} is left out: {error.strerror}.")
 
-    for place, folders, names in os.walk(folder, onerror=fail):
+    for place, folders, names in os.walk(folder, onerror=note):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        for link in (Path(place, name) for name in folders if os.path.islink(Path(place, name))):
-            log(f"{link} is left out: it is a link to a folder.")
+        links = (Path(place, name) for name in folders if os.path.islink(Path(place, name)))
+        left_out += [f"{link} is left out: it is a link to a folder." for link in links]
         for name in names:
             if name.lower().endswith(".txt") and not name.startswith("."):
                 yield Path(place, name)

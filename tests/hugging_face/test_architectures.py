@@ -458,6 +458,16 @@ def test_a_width_that_transformers_refuses_is_refused(changes):
         to_hf_config(config, VOCAB)
 
 
+def test_a_model_may_lie_in_the_home_folder(tmp_path, monkeypatch):
+    config = ModelConfig(**BASE | NO_QK)
+    model = drawn(lambda key: make_model(config, TOKENIZER, key=key))
+    export_run(Run(tmp_path, Config(model=config), TOKENIZER, model), tmp_path / "out")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    found = named_arrays(load_hf("~/out").model)
+    for key, value in named_arrays(model).items():
+        np.testing.assert_array_equal(found[key], value)
+
+
 @pytest.mark.parametrize("block", ["pre", "sandwich"])
 def test_programs_that_know_the_old_fields_of_rotary_positions_find_them(block):
     scaled = "rotary:theta=500:factor=4:low_frequency=1:high_frequency=4:original_context=16"

@@ -17,7 +17,7 @@ def test_curves_are_read_on_from_where_they_ended(tmp_path):
     content = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(content[:-20])  # the last line is being written
-    first = read_curves(tmp_path, 0, 0, 100)
+    first = read_curves(tmp_path, "", 0, 100)
     assert first.complete
     path.write_bytes(content)  # the same file goes on
     second = read_curves(tmp_path, first.file, first.end, 100)
@@ -48,7 +48,7 @@ def test_lines_that_are_no_metrics_are_left_out(tmp_path):
         b'{"step": 5, "train_loss": 1.5, "val_loss": 2}\n'
         b'{"step": 6, "train_loss": null, "val_loss": 3}\n{"step": 7, "train_loss": 1}'
     )
-    found = read_curves(tmp_path, 0, 0, 100)
+    found = read_curves(tmp_path, "", 0, 100)
     assert [x.tolist() for x in found.train] == [[1, 5], [2.5, 1.5]]
     assert [x.tolist() for x in found.validation] == [[5, 6], [2.0, 3.0]]
     assert last_step(tmp_path) == 6  # the line of step 7 may still be written
@@ -56,7 +56,7 @@ def test_lines_that_are_no_metrics_are_left_out(tmp_path):
 
 def test_a_file_without_lines_has_an_end(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b"a" * (2**22 + 10))
-    first = read_curves(tmp_path, 0, 0, 100)
+    first = read_curves(tmp_path, "", 0, 100)
     assert not first.complete
     second = read_curves(tmp_path, first.file, first.end, 100)
     assert second.complete
@@ -87,4 +87,4 @@ def test_curves_of_a_link_are_not_read(tmp_path):
     (tmp_path / "elsewhere").write_text('{"step": 1, "train_loss": 2.5}\n')
     (tmp_path / "metrics.jsonl").symlink_to("elsewhere")
     with pytest.raises(OSError, match="link"):
-        read_curves(tmp_path, 0, 0, 100)
+        read_curves(tmp_path, "", 0, 100)
