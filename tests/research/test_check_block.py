@@ -369,11 +369,11 @@ BUGS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:A JAX array is being set as static")  # Equinox sees one as well
 def test_a_gradient_of_the_input_may_be_zero_by_design():
     check_block(Cuts, zero_grad=["the input"], checks=["gradients"])
 
 
+@pytest.mark.filterwarnings("ignore:A JAX array is being set as static")  # Equinox sees one as well
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_a_planted_bug_is_caught_and_named(bug):
     check, words = BUGS[bug]

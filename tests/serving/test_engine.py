@@ -331,11 +331,11 @@ def test_a_long_prompt_does_not_wait_for_ever(start, monkeypatch):
     """Where short ones fill all rows."""
     monkeypatch.setattr("gptlite.serving.batch.TOKENS_PER_READ", 16)
     engine = start(tiny_model(context_length=256), max_rows=2)
-    compiles = Client([1] * 256, 3)  # which takes longer than all short texts together
+    compiles = Client([1] * 240, 3)  # which takes longer than all short texts together
     engine.submit([compiles.text])
     assert compiles.reason == "length"
     short = [Client([2], 200, seed=i) for i in range(12)]
-    long = Client([1] * 256, 3)
+    long = Client([1] * 240, 3)  # which fit into the context
     for client in (*short[:4], long, *short[4:]):
         engine.submit([client.text])
     assert long.reason == "length"
