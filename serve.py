@@ -72,7 +72,7 @@ def serve(arguments: ServeArguments, environment: Mapping[str, str] = os.environ
     finally:
         models.close()
     log("stopped")
-    # One that loads a model or compiles for the page, which may take minutes, is not waited for.
+    # A thread that loads a model or compiles for the page may take minutes: it is not waited for.
     for thread in threading.enumerate():
         if thread.name.startswith("AnyIO"):
             thread.join(1.0)

@@ -49,8 +49,9 @@ def train(
     - `evaluate(model)`: called every `training.eval_every` steps and at the end. Its result is
       printed. The model is valid only during the call.
 
-    **Raises:** `UserError` if the devices cannot share a batch, the optimizer does not fit the
-    model, or a batch has the wrong size or shapes; `DivergenceError` at a loss or gradient that is
+    **Raises:** `UserError` if `training.freeze` or `model.lora` comes without `trainable`, the
+    devices cannot share a batch, the optimizer does not fit the model, or a batch has the wrong
+    size or shapes; `DivergenceError` at a loss or gradient that is
     not finite.
     """
     lora = getattr(getattr(model, "config", None), "lora", None)

@@ -136,7 +136,8 @@ class Dataset:
             f"columns in which all are texts are {', '.join(texts) or 'none'}.",
         )
         # The hash changes with the times of files, or with the dataset's revision.
-        marks = " ".join(map(_mark, _files(builder)))
+        with told(f"The dataset {source} cannot be loaded"):
+            marks = " ".join(map(_mark, _files(builder)))
         self.version = f"{name} {builder.config_id} {builder.hash} {marks}"
 
     def parts(self, begin: dict[str, Any]) -> Iterator[dict[str, Any]]:

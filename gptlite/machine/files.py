@@ -23,6 +23,8 @@ MAX_JSON = 2**24
 MAX_NAME = 200
 # Errors of a file system that has no locks.
 NO_LOCKS = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS)
+# Seconds to wait for a lock: as long as it takes.
+FOR_EVER = -1.0
 # The largest number in float32 is 3.4e38.
 MAX_NUMBER = 1e39
 
@@ -47,10 +49,6 @@ def folders_with(parent: Path, file: str) -> list[Path]:
     leaves if it is killed, and none whose name is not Unicode."""
     folders = (path.parent for path in parent.glob(f"[!.]*/{file}"))
     return [path for path in folders if path.name.encode(errors="ignore").decode() == path.name]
-
-
-# Of `lock`: wait as long as it takes.
-FOR_EVER = -1.0
 
 
 def lock(path: Path, busy: str, seconds: float = 0.0) -> contextlib.AbstractContextManager:

@@ -240,8 +240,8 @@ def check_gradients(s: Subject) -> str | None:
         is_float = s.x.dtype == np.float32
         has_gradient = is_float and INPUT not in s.zero_grad
         x = jnp.asarray(s.x, np.float64 if is_float else None)
-        leaves += [x] if has_gradient else []
-        names, stacked = [*names, INPUT], [*stacked, False]
+        if has_gradient:
+            leaves, names, stacked = [*leaves, x], [*names, INPUT], [*stacked, False]
         if not leaves:
             return None
         leaves = [np.asarray(leaf, np.float64) for leaf in leaves]
@@ -282,7 +282,7 @@ def check_gradients(s: Subject) -> str | None:
             return grads, jnp.stack(analytic), (ends[:, 0] - ends[:, 1]) / widths
 
         grads, analytic, numeric = jax.device_get(directional_derivatives(leaves, directions))
-    for name, grad, layers in zip(names, grads, stacked, strict=False):
+    for name, grad, layers in zip(names, grads, stacked, strict=True):
         for layer, part in enumerate(grad if layers else [grad]):
             of = name + (f" of layer {layer}" if layers else "")
             if not np.isfinite(part).all():

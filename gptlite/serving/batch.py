@@ -82,7 +82,11 @@ class Reading:
     def __init__(
         self, texts: list[ServedText], ids: list[int], logits: Float[np.ndarray, "1 vocab"] | None
     ):
-        """`logits`: those that texts whose context was full go on from; of a prompt, None."""
+        """**Arguments:**
+
+        - `ids`: what is read.
+        - `logits`: those that texts whose context was full go on from; of a prompt, None.
+        """
         self.texts = texts
         self.ids = ids
         self.logits = logits
@@ -92,6 +96,7 @@ class Reading:
 
     @property
     def is_prompt(self) -> bool:
+        """Whether no token has been generated yet."""
         return self.logits is None
 
     def all_scores(self) -> TextScores | None:

@@ -62,6 +62,7 @@ class Engine:
         self._again: deque[Reading] = deque()
         """Of texts whose context was full."""
         self._prompt_was_last = False
+        """Whether the last part that was read was one of a long prompt."""
         self._owed = 0.0
         """Seconds that the texts that are generated wait for, because a part was read."""
         self._seconds_per_text = 1.0

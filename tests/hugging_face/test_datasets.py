@@ -1,5 +1,6 @@
 """Datasets of Hugging Face's formats: how they are named, and how they become ids."""
 
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -10,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,39 +124,36 @@ def write_file(path: Path, texts: list[str]) -> None:
         path.write_text(lines(texts))
 
 
+@contextlib.contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """The address of a folder at a server of Python's, which sends no tags of files."""
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
+    handler.log_message = lambda *_: None  # pyright: ignore[reportAttributeAccessIssue]
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "b.json", "c.parquet", "d.jsonl.gz"])
 def test_a_single_file_is_a_dataset_here_and_at_an_address(name, tmp_path):
     write_file(tmp_path / name, TEXTS)
     assert list(documents(tmp_path / name).read(None)) == TEXTS
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
-    handler.log_message = lambda *_: None  # pyright: ignore[reportAttributeAccessIssue]
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        try:
-            address = f"http://127.0.0.1:{server.server_port}/{name}"
-            assert list(documents(f"{address}:train:text").read(None)) == TEXTS
-        finally:
-            server.shutdown()
+    with served(tmp_path) as address:
+        assert list(documents(f"{address}/{name}:train:text").read(None)) == TEXTS
 
 
 @pytest.mark.parametrize("at", ["here", "address"])
 def test_a_file_that_has_changed_in_the_same_second_is_another_one(at, tmp_path):
-    """Python's server sends no tag of a file, and an archive's files may have a fixed time."""
-    path = tmp_path / "a.jsonl"
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
-    handler.log_message = lambda *_: None  # pyright: ignore[reportAttributeAccessIssue]
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        try:
-            address = f"http://127.0.0.1:{server.server_port}/a.jsonl"
-            name = str(path) if at == "here" else address
-            versions = []
-            for texts in (TEXTS, TEXTS[1:], TEXTS):
-                path.write_text(lines(texts))
-                os.utime(path, (10**9, 10**9))
-                versions.append(documents(name).version)
-        finally:
-            server.shutdown()
+    """An archive's files may have a fixed time."""
+    path, versions = tmp_path / "a.jsonl", []
+    with served(tmp_path) as address:
+        for texts in (TEXTS, TEXTS[1:], TEXTS):
+            path.write_text(lines(texts))
+            os.utime(path, (10**9, 10**9))
+            versions.append(documents(path if at == "here" else f"{address}/a.jsonl").version)
     assert versions[0] == versions[2] != versions[1]
 
 

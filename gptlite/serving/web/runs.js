@@ -269,7 +269,8 @@ async function showComparisons() {
         if (details.dataset.asked) return;
         details.dataset.asked = "yes";
         const picture = await api.blob(`page/comparisons/${encodeURIComponent(name)}`).catch(showError);
-        if (picture) details.append(el("img", { alt: `The losses of the variants of ${name}`, src: URL.createObjectURL(picture) }));
+        if (!picture) delete details.dataset.asked;
+        else details.append(el("img", { alt: `The losses of the variants of ${name}`, src: URL.createObjectURL(picture) }));
       });
       return details;
     }),
