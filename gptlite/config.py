@@ -283,7 +283,7 @@ class TrainingConfig:
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number format of activations and matrix products; parameters, norms, softmax, loss and
     optimizer stay in float32, and so do evaluation and sampling. auto: bfloat16 where the device
-    has instructions for it (a CPU with AVX512-BF16 or AMX, a TPU, most GPUs), else float32, which
+    is fast in it (a CPU with AMX, or AMD's with AVX512-BF16, a TPU, most GPUs), else float32, which
     is faster there, as for modules without a Stack. The run's config says which one it is."""
 
     cpu_devices: Annotated[int, Between(1, 1024), Free("resume", "comparison")] = 2

@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
+from jaxtyping import Array
 
 from gptlite.family.seq2seq import Seq2Seq
 from gptlite.inspect.hooks import with_call_hook
 from gptlite.machine.fields import Count, check_value
 from gptlite.machine.pytrees import Trainable, count_parameters, is_array, is_stacked, path_name
 from gptlite.models.gpt import GPT
+from gptlite.training.loss import cross_entropy, window_losses
 
 
 def flops_per_token(model: Any, trained: Trainable = is_array) -> tuple[int, int]:
@@ -41,20 +43,31 @@ def flops_per_token(model: Any, trained: Trainable = is_array) -> tuple[int, int
 
 
 def activation_bytes(model: Any, batch_size: int) -> int:
-    """Bytes that the forward pass of a batch at the full context keeps for the backward pass. The
-    compiler may keep less, and recompute the rest."""
+    """Bytes that the forward pass of a batch at the full context, with the losses and dropout,
+    keeps for the backward pass. The compiler may keep less, and recompute the rest. Of a model that
+    is no `GPT` and no `Seq2Seq`, without the losses and dropout."""
     params, static = eqx.partition(model, is_array)
 
     def activations(rows: int) -> int:
         residuals = jax.eval_shape(
-            lambda params, *inputs: jax.vjp(lambda p: eqx.combine(p, static)(*inputs), params)[1],
+            lambda p, *ids: jax.vjp(lambda p: _losses(eqx.combine(p, static), *ids), p)[1],
             params,
             *_inputs(model, rows),
         )
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(residuals))
 
-    # Twice the batch keeps twice the activations, and the same parameters.
-    return activations(2 * batch_size) - activations(batch_size)
+    # Two rows keep twice the activations of one, and the same parameters.
+    return batch_size * (activations(2) - activations(1))
+
+
+def _losses(model: Any, *ids: Array) -> Array:
+    """What is trained, as far as it is known of the model."""
+    key = jax.random.key(0)
+    if isinstance(model, GPT):
+        return window_losses(model, jnp.pad(ids[0], [(0, 0), (0, 1)]), key=key)[0]
+    if isinstance(model, Seq2Seq):
+        return cross_entropy(model(*ids, key=key), ids[1])
+    return model(*ids)
 
 
 def _inputs(model: Any, *batch: int) -> list[jax.ShapeDtypeStruct]:
@@ -102,7 +115,7 @@ def summary(model: Any, *, batch_size: int = 1, trained: Trainable = is_array) -
             f"FLOPs per token, training {training:,}{of_what}",
             f"memory of one device      {(state + activations) / 2**20:,.0f} MiB in training with "
             f"{batch_size} rows at once: {state / 2**20:,.0f} for parameters, gradients and Adam, "
-            f"at most {activations / 2**20:,.0f} for activations",
+            f"about {activations / 2**20:,.0f} for activations",
         ]
     )
 

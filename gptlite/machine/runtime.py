@@ -82,10 +82,13 @@ def chosen_dtype(compute_dtype: str, device: Any, has_stack: bool = True) -> str
         return "float32"
     if device.platform == "cpu":
         return "bfloat16" if _has_bfloat16() else "float32"
-    # GPUs of NVIDIA's before Ampere have none. Others do not say.
-    capability = str(getattr(device, "compute_capability", ""))
-    is_old = capability.partition(".")[0].isdecimal() and float(capability) < 8
-    return "float32" if is_old else "bfloat16"
+    return "float32" if is_before_ampere(device) else "bfloat16"
+
+
+def is_before_ampere(device: Any) -> bool:
+    """Whether a device of JAX's is a GPU of NVIDIA's that has no bfloat16."""
+    capability = str(getattr(device, "compute_capability", ""))  # of others, no number
+    return capability.partition(".")[0].isdecimal() and float(capability) < 8
 
 
 def with_chosen_dtype(config: Config) -> Config:
@@ -98,13 +101,14 @@ def with_chosen_dtype(config: Config) -> Config:
 
 
 def _has_bfloat16() -> bool:
-    """Whether this processor has instructions of x86 for bfloat16. (On others, nothing was
+    """Whether this processor is faster in bfloat16. (Of those that are not x86, nothing was
     measured.)"""
     try:
         words = set(CPUINFO.read_text("utf-8", errors="ignore").split())
     except OSError:
         return False
-    return bool(words & {"avx512_bf16", "amx_bf16"})
+    # With AVX512-BF16 alone, AMD's are faster in it, and Intel's slower (benchmarks/NOTES.md).
+    return "amx_bf16" in words or {"avx512_bf16", "AuthenticAMD"} <= words
 
 
 def usable_cpu_devices(training: TrainingConfig, mesh: MeshConfig) -> int:

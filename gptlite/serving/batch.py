@@ -170,6 +170,24 @@ class Batch:
             self._join(state, [[x for x in members if x.max_new_tokens] for members in readers])
         return [prompt_scores[text] for text in texts]
 
+    def is_short(self, reading: Reading) -> bool:
+        """Whether what is read takes no longer than a part of a long prompt."""
+        return len(reading.ids) <= min(self._part, TOKENS_PER_READ)
+
+    def read_again(self, readings: Sequence[Reading]) -> Sequence[Reading]:
+        """Read the second halves of texts whose context was full, which are short: as many as one
+        call takes. Those that were read, and go on."""
+        if not readings:
+            return []
+        windows = next(_groups([reading.ids for reading in readings], self.context_length))
+        group = readings[: len(windows)]
+        state, _ = self._read_group(windows, scored=False)
+        logits = np.zeros(state.logits.shape, state.logits.dtype)
+        logits[: len(group)] = np.concatenate([x.logits for x in group if x.logits is not None])
+        state = GenerationState(jnp.asarray(logits), state.layers, state.ids)
+        self._join(state, [reading.texts for reading in group], length=len(windows[0]))
+        return group
+
     def read_on(self, reading: Reading) -> bool:
         """Read the next part of long texts. Whether that was the last, and those have joined that
         want more."""

@@ -180,9 +180,9 @@ class Engine:
             text.fail()
 
     def _turn(self) -> None:
-        """Read prompts for `READ_SECONDS`, or at least one; then make the next tokens. A part of a
-        long prompt is read only when the texts that are generated have had as much time since the
-        part before."""
+        """Read prompts, and contexts that were full, for `READ_SECONDS`, or at least one; then make
+        the next tokens. A part of what is long is read only when the texts that are generated have
+        had as much time since the part before."""
         for text in list(self._begun):
             if text.cancelled:
                 self._leave(text)
@@ -249,14 +249,16 @@ class Engine:
         self._seconds_per_text += (seconds - self._seconds_per_text) / 8
 
     def _read(self) -> bool:
-        """Read some short prompts, and a part of a long one or of a text whose context was full,
-        and take texts back that were put aside. Whether there was anything to read."""
+        """Read some short prompts and contexts that were full, and a part of a long one, and take
+        texts back that were put aside. Whether there was anything to read."""
         texts, long, back = self._admit()
         for text in back:
             self._batch.take_back(text)
         if texts:
             for text, scores in zip(texts, self._batch.read(texts), strict=True):
                 self._read_to_end(text, scores)
+        again = self._batch.read_again([x for x in self._again if self._batch.is_short(x)])
+        self._again = deque(reading for reading in self._again if reading not in again)
         if long:
             self._reading = Reading(long, long[0].ids.copy(), None)
         reading = self._next_reading()
@@ -273,14 +275,15 @@ class Engine:
                 scores = reading.all_scores()
                 for text in reading.texts:
                     self._read_to_end(text, scores if text.prompt_scored else None)
-        return bool(texts or back) or is_due
+        return bool(texts or back or again) or is_due
 
     def _next_reading(self) -> Reading | None:
-        """A long prompt and texts whose context was full take turns. What nobody waits for any more
+        """A long prompt and long contexts that were full take turns. What nobody waits for any more
         is not read."""
+        long = [x for x in self._again if not self._batch.is_short(x)]
         prompts, again = (
             [x for x in readings if x is not None and not all(t.cancelled for t in x.texts)]
-            for readings in ([self._reading], self._again)
+            for readings in ([self._reading], long)
         )
         first, second = (again, prompts) if self._prompt_was_last else (prompts, again)
         return next(iter([*first, *second]), None)

@@ -11,7 +11,7 @@ from gptlite.errors import UserError
 from gptlite.machine.files import folders_with, is_locked
 from gptlite.machine.records import read_record
 from gptlite.presets import PRESETS
-from gptlite.runs.find import CHECKPOINTS
+from gptlite.runs.find import CHECKPOINTS, list_steps
 from gptlite.runs.metrics import FILE as METRICS, last_step
 from gptlite.runs.saved_config import load_config
 from gptlite.runs.stored import best_step, newest_summary
@@ -42,7 +42,7 @@ class Overview:
     """The one whose model it has."""
     parameters: int | None
     step: int
-    """That of the last line of its metrics."""
+    """That of the last line of its metrics or, without any, of its newest checkpoint."""
     steps: int
     best_loss: float | None
     """The best validation loss so far, in nats per token."""
@@ -81,10 +81,13 @@ def _read(path: Path, stamps: tuple[tuple[float, int], ...]) -> Overview | None:
     except UserError:
         return None
     result = _json(path / "result.json")
-    step = last_step(path)
     best, newest = best_step(path), newest_summary(path)
+    step = last_step(path)
+    no_metrics = step == 0  # nor a result, if the run was trained in Python
+    if no_metrics:
+        step = next(iter(list_steps(path)), 0)
     state: State = "stopped"
-    if result is not None and step >= config.training.steps:
+    if (result is not None or no_metrics) and step >= config.training.steps:
         state = "done"
     elif (path / DIVERGED).exists():
         at = (_json(path / DIVERGED) or {}).get("step")

@@ -17,8 +17,8 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from gptlite.config import SamplingConfig
-from gptlite.errors import require
-from gptlite.generation.text import token_bytes
+from gptlite.errors import UserError, require
+from gptlite.generation.text import prompt_ids, token_bytes
 from gptlite.machine.fields import MAX_INT32, Between, check_fields
 from gptlite.machine.files import folders_with, read_bounded
 from gptlite.runs.find import RUNS_FOLDER
@@ -191,6 +191,7 @@ class PageEndpoints(Endpoints):
                 "look_length": longest(served.model.config),
                 "vocab_size": served.tokenizer.vocab_size,
                 "start_ids": list(served.tokenizer.start_ids),
+                "empty_ids": _empty_ids(served.tokenizer),
                 "bounds": sampling_bounds(),
             }
         )
@@ -304,12 +305,20 @@ class TokenTexts:
 
     def record(self, token: Token, *, final: bool = False) -> dict[str, Any]:
         """A token for the page."""
+        rivals = [self._rival(rival) for rival in token.best]
         return {
             "id": token.itself.id,
             "text": self.add(token.itself.content, final=final),
             "log_prob": finite(token.itself.log_prob),
-            "rivals": list(map(_rival, token.best)),
+            "rivals": rivals,
         }
+
+    def _rival(self, rival: Scored) -> list[Any]:
+        """A rival of the next token. What it would add comes last, if that is not its name."""
+        record, before = _rival(rival), self._decoder.getstate()
+        added = self.add(rival.content)
+        self._decoder.setstate(before)
+        return record if added == record[1] else [*record, added]
 
 
 class PageForm(Form):
@@ -352,6 +361,14 @@ def _whole(request: Request, name: str) -> int:
     if not (value.isascii() and value.isdigit() and len(value) < 20):
         raise ApiError(400, f"{name} must be a whole number, got {value[:100]!r}.")
     return int(value)
+
+
+def _empty_ids(tokenizer: Tokenizer) -> list[int]:
+    """The ids that an empty prompt stands for; none if it is refused."""
+    try:
+        return prompt_ids(tokenizer, "").tolist()
+    except UserError:
+        return []
 
 
 def sampling_bounds() -> dict[str, list[float | None]]:

@@ -80,8 +80,11 @@ def programs(target):
     return target, {fsdp: compiled(target, MODEL, fsdp) for fsdp in (1, DEVICES)}
 
 
-def test_attention_that_keeps_documents_apart_is_fused(target):
-    config = dataclasses.replace(MODEL, n_layers=1, remat="none", separate_documents=True)
+@pytest.mark.parametrize("attention", ["full", "sliding:window=64"])
+def test_attention_that_keeps_documents_apart_is_fused(target, attention):
+    config = dataclasses.replace(
+        MODEL, n_layers=1, remat="none", separate_documents=True, attention=attention
+    )
     found = compiled(target, config, 1, separator=0).work
     kernels = {
         "h100:8": {"__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftmaxBackward"},

@@ -133,8 +133,9 @@ def test_no_more_devices_are_made_of_a_cpu_than_the_machine_can_have(monkeypatch
     [
         ("cpu", "flags : fpu avx avx2 fma", None, "float32"),
         ("cpu", "flags : avx512f avx512_vnni", None, "float32"),
-        ("cpu", "flags : avx512f avx512_bf16", None, "bfloat16"),
-        ("cpu", "flags : avx512f amx_bf16 amx_tile", None, "bfloat16"),
+        ("cpu", "vendor_id : AuthenticAMD\nflags : avx512f avx512_bf16", None, "bfloat16"),
+        ("cpu", "vendor_id : GenuineIntel\nflags : avx512f avx512_bf16", None, "float32"),
+        ("cpu", "vendor_id : GenuineIntel\nflags : avx512_bf16 amx_bf16", None, "bfloat16"),
         ("cpu", "Features : fp asimd bf16 i8mm", None, "float32"),  # ARM
         ("cpu", None, None, "float32"),  # no Linux
         ("gpu", None, "7.5", "float32"),

@@ -277,6 +277,38 @@ def test_a_rival_begins_a_branch(page, address):
     assert len(page.all("#branches button")) == 3
 
 
+class EndingTokenizer(CharTokenizer):
+    """The id 0 ends a document."""
+
+    end_ids = (0,)
+
+
+def test_the_begin_of_a_document_stays_before_a_text(page):
+    """Which an empty prompt begins with: in a branch, and where the model is looked into."""
+    asked = (
+        "window.asked = []; const real = window.fetch; window.fetch = (path, options) => "
+        "(options?.body && window.asked.push(JSON.parse(options.body)), real(path, options))"
+    )
+    tokenizer = EndingTokenizer(TOKENIZER.characters)
+    with serving(tokenizer=tokenizer) as address:
+        page.open(address)
+        page.run(asked)
+        page.generate("", 6, seed=2)
+        page.tokens[3].click()
+        page.click("#rivals li button:not([aria-current])")
+        page.wait(lambda: page.one("#branches").is_displayed() and page.done())
+        ids = tokenizer.encode(page.text).tolist()
+        assert page.run("return window.asked.at(-1).prompt") == [0, *ids[:4]]
+        page.tokens[2].click()
+        page.click("#tab-look")
+        page.wait(lambda: page.all("#lens tbody tr"))
+        looked = page.run("return window.asked.at(-1)")
+        assert looked["ids"] == [0, *ids][: len(looked["ids"])]
+        assert looked["place"] == 2
+        page.all("#look-text [role=option]")[0].click()  # which the begin predicts
+        page.wait(lambda: "from the 1 token" in page.one("#look-status").text)
+
+
 def test_a_text_can_be_stopped(page, address, monkeypatch):
     begin_long(page, address, monkeypatch)
     page.click("#stop")
@@ -533,6 +565,23 @@ def test_a_run_is_followed_while_it_trains(page, address, folder, tmp_path, monk
     assert page.run("return window.row.contains(document.activeElement)")
     shutil.rmtree(later)
     page.wait(lambda: page.run(names) == ["live"])
+
+
+def test_two_runs_of_which_one_is_begun_anew(page, address, folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("one", "two"):
+        shutil.copytree(folder / "runs" / name, tmp_path / "runs" / name)
+
+    def differences():
+        return [row.text.split()[0] for row in page.all("#difference tbody tr")]
+
+    page.open(address, "runs")
+    page.wait(lambda: differences() == ["model.n_layers"])
+    content = json.loads((tmp_path / "runs" / "two" / "config.json").read_text())
+    content["training"]["seed"] = 7
+    (tmp_path / "runs" / "two" / "config.json").write_text(json.dumps(content))
+    (tmp_path / "runs" / "two" / "tokenizer.json").touch()
+    page.wait(lambda: differences() == ["model.n_layers", "training.seed"])
 
 
 def test_two_runs_side_by_side(page, address, folder, monkeypatch):

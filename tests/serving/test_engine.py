@@ -605,6 +605,24 @@ def test_a_full_context_is_read_again_between_the_tokens_of_others(start, monkey
     assert [len(texts) for texts, _ in parts if same[0].text in texts] == [3, 3, 3]
 
 
+def test_short_contexts_that_are_full_are_read_again_together(start, monkeypatch):
+    engine = start(max_rows=9)
+    read, sizes = engine._batch.read_again, []
+
+    def counted(readings):
+        group = read(readings)
+        sizes.append((len(readings), len(group)))
+        return group
+
+    monkeypatch.setattr(engine._batch, "read_again", counted)
+    prompts = np.random.default_rng(0).integers(0, VOCAB, (9, C)).tolist()
+    clients = [Client(prompt, 40, seed=seed) for seed, prompt in enumerate(prompts)]
+    engine.submit([client.text for client in clients])
+    for seed, (client, prompt) in enumerate(zip(clients, prompts, strict=True)):
+        assert client.result == alone(tiny_model(), prompt, 40, seed=seed)
+    assert (9, 9) in sizes
+
+
 def test_a_text_whose_context_is_read_again_may_be_cancelled(start, monkeypatch):
     monkeypatch.setattr("gptlite.serving.batch.TOKENS_PER_READ", 2)
     engine = start()

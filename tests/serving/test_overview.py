@@ -6,9 +6,11 @@ import shutil
 import threading
 import time
 
+import jax
 import pytest
-from conftest import TEXT, run_script, tiny_run
+from conftest import TEXT, TINY, run_script, tiny_run
 
+import gptlite as gl
 from gptlite.errors import UserError
 from gptlite.machine.files import is_locked, lock
 from gptlite.runs.find import checkpoint_of, list_steps
@@ -50,6 +52,16 @@ def test_the_states_of_a_run(runs, tmp_path):
             other.lock()
     assert states == {name: name for name in ("done", "stopped", "diverged", "running")}
     assert {run.state for run in list_runs(tmp_path)} == {"done", "stopped", "diverged"}
+
+
+def test_a_model_that_was_trained_in_python(tmp_path, monkeypatch):
+    """It has a checkpoint, and no metrics."""
+    monkeypatch.chdir(tmp_path)
+    tokenizer = gl.make_tokenizer("char", TEXT)
+    model = gl.make_model(TINY, tokenizer, key=jax.random.key(0))
+    gl.save_run("mine", model, tokenizer, gl.TrainingConfig(steps=7))
+    (found,) = list_runs(tmp_path / "runs")
+    assert (found.state, found.step, found.steps, found.best_loss) == ("done", 7, 7, None)
 
 
 def test_a_run_that_diverges_later(runs, tmp_path):

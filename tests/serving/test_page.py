@@ -103,11 +103,16 @@ def test_a_branch_is_generated_from_ids(address):
 def test_a_character_of_several_tokens_comes_with_the_last_of_them():
     texts = TokenTexts()
     contents = ["é".encode()[:1], "é".encode()[1:] + b"a", b"\xe2\x80", b"b", b"\xe2"]
+    rivals = [Scored(1, content, -2.0) for content in (b"c", b"\xa8", b"\xe2")]
     records = [
-        texts.record(Token(Scored(0, content, -1.0), 0, []), final=i == 4)["text"]
+        texts.record(Token(Scored(0, content, -1.0), 0, rivals), final=i == 4)
         for i, content in enumerate(contents)
     ]
-    assert records == ["", "éa", "", "\ufffdb", "\ufffd"]
+    assert [record["text"] for record in records] == ["", "éa", "", "\ufffdb", "\ufffd"]
+    added = [[rival[3:] for rival in record["rivals"]] for record in records]
+    # A rival comes with what it would add there, if that is not its name.
+    assert added[1] == [["\ufffdc"], ["è"], ["\ufffd"]]
+    assert added[0] == added[2] == added[4] == [[], ["\ufffd"], [""]]
 
 
 def test_a_branch_begins_inside_a_character():

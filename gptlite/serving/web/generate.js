@@ -17,7 +17,7 @@ let running = null;
 let list = null;
 
 /** What the other views need: the tokens that are shown, and which is selected. */
-export const current = () => ({ tokens: branch.path(), selected: list.selected });
+export const current = () => ({ before: branch.before, tokens: branch.path(), selected: list.selected });
 
 export function start(found) {
   settings = found;
@@ -95,12 +95,14 @@ function asked() {
 function begin() {
   run(async (signal) => {
     const body = { ...asked(), prompt: $("prompt").value, echo: true };
-    await receive(body, new Branch(), signal);
+    const made = new Branch();
+    made.before = body.prompt ? settings.start_ids : settings.empty_ids;
+    await receive(body, made, signal);
   });
 }
 
 /** Go on after a rival of token `i`. */
-function follow(i, [id, text, log_prob]) {
+function follow(i, [id, text, log_prob, added = text]) {
   const original = branch.path()[i];
   const known = branches(i).find((other) => other.path()[i].id === id);
   if (known) return show(known, i, true);
@@ -108,19 +110,17 @@ function follow(i, [id, text, log_prob]) {
     const body = asked();
     // With the same seed, it would be drawn as the beginning of the text was.
     body.seed = (body.seed + i) % (Number($("seed").max) + 1);
-    // A token that ends inside a character has no text of its own yet.
-    const added = /^bytes:(\\x[0-9a-f]{2})+$/.test(text) ? "" : text;
     const next = branch.branch(i, { id, text: added, log_prob, rivals: original.rivals });
     show(next, i, true);
-    await receive({ ...body, prompt: promptIds(next.path()) }, next, signal);
+    await receive({ ...body, prompt: promptIds(next) }, next, signal);
   });
 }
 
 /** The ids of a text, as a prompt. Of one that is longer than the context, the end is read. */
-function promptIds(tokens) {
-  const ids = tokens.map((token) => token.id);
+function promptIds(some) {
+  const ids = some.path().map((token) => token.id);
   const most = settings.context_length;
-  if (settings.start_ids.length + ids.length <= most) return [...settings.start_ids, ...ids];
+  if (some.before.length + ids.length <= most) return [...some.before, ...ids];
   return ids.slice(-Math.max(1, Math.floor(most / 2)));
 }
 
@@ -198,6 +198,7 @@ function score() {
     $("status").textContent = "Scoring …";
     const found = await api.post("page/score", { model: settings.model, text }, signal);
     const made = new Branch();
+    made.before = settings.start_ids;
     made.tokens = found.tokens;
     made.isScored = true;
     const one = (value, digits) => (value === null ? "–" : value.toFixed(digits));

@@ -9,6 +9,7 @@ const GUESSES = 5;
 
 let settings = null;
 let list = null;
+let before = [];
 let tokens = [];
 let found = null; // of the server, for the selected token
 let head = null; // [layer, head], or null: the mean of all
@@ -26,19 +27,18 @@ export function open() {
   const nothing = !now.tokens.length;
   $("look-text").hidden = nothing;
   if (nothing) return;
-  tokens = now.tokens;
+  ({ before, tokens } = now);
   list.show(tokens);
   list.select(now.selected ?? tokens.length - 1);
 }
 
 /** The ids that the model reads, and the place in them of the token before token `i`. */
 function input(i) {
-  const start = settings.start_ids;
   const room = settings.look_length;
-  const from = Math.max(0, start.length + i + 1 - room);
-  const before = from ? [] : start;
-  const ids = [...before, ...tokens.slice(from, from + room - before.length).map((t) => t.id)];
-  return { ids, place: before.length + i - from - 1, shift: from - before.length };
+  const from = Math.max(0, before.length + i + 1 - room);
+  const start = from ? [] : before;
+  const ids = [...start, ...tokens.slice(from, from + room - start.length).map((t) => t.id)];
+  return { ids, place: start.length + i - from - 1, shift: from - start.length };
 }
 
 async function look(i) {

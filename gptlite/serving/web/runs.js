@@ -9,6 +9,7 @@ const DRAW_MS = 250; // while curves are read
 const TICKED = 3; // at first
 const NAMED = 16; // below the curves
 const COLORS = 8;
+const ADDED = 2000; // points, before a curve is read, and thinned, as a whole again
 
 let runs = [];
 let ticked = []; // names
@@ -18,6 +19,7 @@ let timer = null;
 let listed = ""; // what the table shows
 const rows = new Map(); // of the table, by name
 let compared = ""; // what the difference shows
+let continued = ""; // whose texts there are
 let drawing = null;
 const curves = new Map(); // by name: { file, end, train, validation }
 const reading = new Map(); // by name: the promise of curves that are being read
@@ -84,7 +86,9 @@ async function read(name) {
   const { began, changed } = runs.find((run) => run.name === name) ?? {};
   if (!changed) return;
   let known = curves.get(name);
-  if (known?.began !== began) known = { file: 0, end: 0, changed: null, train: [[], []], validation: [[], []] };
+  if (known?.began !== began || known.train[0].length > 2 * known.whole + ADDED)
+    known = { file: 0, end: 0, changed: null, train: [[], []], validation: [[], []] };
+  let { whole } = known;
   if (known.changed === changed) return;
   for (let complete = false; !complete; ) {
     const address = `page/runs/${encodeURIComponent(name)}?file=${known.file}&start=${known.end}`;
@@ -99,7 +103,8 @@ async function read(name) {
     known = { ...found, train: both("train"), validation: both("validation") };
     complete = found.complete;
   }
-  curves.set(name, { ...known, began, changed });
+  whole ??= known.train[0].length;
+  curves.set(name, { ...known, whole, began, changed });
   drawing ??= setTimeout(redraw, DRAW_MS);
 }
 
@@ -196,15 +201,21 @@ function redraw() {
 // -- two runs -----------------------------------------------------------------------------------
 
 async function showPair() {
-  if (ticked.join("\n") !== compared) continuing?.abort();
-  $("pair").hidden = ticked.length !== 2;
-  $("pair-hint").hidden = ticked.length === 2;
-  const pair = ticked.join("\n");
-  if (ticked.length !== 2) compared = "";
-  if (ticked.length !== 2 || pair === compared) return;
   const both = ticked;
+  if (both.join("\n") !== continued) {
+    continuing?.abort();
+    $("continued").replaceChildren();
+  }
+  continued = both.join("\n");
+  $("pair").hidden = both.length !== 2;
+  $("pair-hint").hidden = both.length === 2;
+  // A run that is replaced or resumed may have another config.
+  const stamp = ({ name, began, state, steps }) => [name, began, state, steps];
+  const pair = JSON.stringify(both.map((name) => stamp(runs.find((run) => run.name === name))));
+  if (both.length !== 2) compared = "";
+  if (both.length !== 2 || pair === compared) return;
   const [a, b] = await Promise.all(both.map((name) => api.get(`page/runs/${encodeURIComponent(name)}/config`)));
-  if (pair !== ticked.join("\n") || pair === compared) return; // since then
+  if (both !== ticked || pair === compared) return; // since then
   compared = pair;
   const names = [...new Set([...Object.keys(a), ...Object.keys(b)])];
   const show = (value) => (value === undefined ? "–" : visible(JSON.stringify(value)));
@@ -220,7 +231,6 @@ async function showPair() {
       el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, show(a[name])), el("td", {}, show(b[name]))),
     ),
   );
-  $("continued").replaceChildren();
 }
 
 /** The same prompt and seed, continued by both. */

@@ -7,6 +7,7 @@ export class Branch {
     this.at = at;
     this.tokens = [];
     this.children = [];
+    this.before = parent ? parent.before : []; // ids that have no text
     this.status = ""; // how it was made
     this.isScored = false;
     parent?.children.push(this);
