@@ -82,13 +82,10 @@ def chosen_dtype(compute_dtype: str, device: Any, has_stack: bool = True) -> str
         return "float32"
     if device.platform == "cpu":
         return "bfloat16" if _has_bfloat16() else "float32"
-    return "float32" if is_before_ampere(device) else "bfloat16"
-
-
-def is_before_ampere(device: Any) -> bool:
-    """Whether a device of JAX's is a GPU of NVIDIA's that has no bfloat16."""
-    capability = str(getattr(device, "compute_capability", ""))  # of others, no number
-    return capability.partition(".")[0].isdecimal() and float(capability) < 8
+    # GPUs of NVIDIA's before Ampere have none. Others do not say.
+    capability = str(getattr(device, "compute_capability", ""))
+    is_old = capability.partition(".")[0].isdecimal() and float(capability) < 8
+    return "float32" if is_old else "bfloat16"
 
 
 def with_chosen_dtype(config: Config) -> Config:

@@ -84,8 +84,8 @@ def _read(path: Path, stamps: tuple[tuple[float, int], ...]) -> Overview | None:
     best, newest = best_step(path), newest_summary(path)
     step = last_step(path)
     no_metrics = step == 0  # nor a result, if the run was trained in Python
-    if no_metrics:
-        step = next(iter(list_steps(path)), 0)
+    if no_metrics and newest is not None:
+        step = list_steps(path)[0]
     state: State = "stopped"
     if (result is not None or no_metrics) and step >= config.training.steps:
         state = "done"

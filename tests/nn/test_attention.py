@@ -253,8 +253,6 @@ def test_a_kernel_is_only_for_what_it_can_do(cudnn, monkeypatch):
     starts = jnp.zeros((3, 10), jnp.int32)
     with jax.set_mesh(seeds_mesh(1)):  # a mask is not mapped over seeds
         choose(**CAUSAL, starts=starts)
-    monkeypatch.setattr(fused_attention, "is_before_ampere", lambda device: True)
-    choose(**CAUSAL)
 
 
 def test_bfloat16_stays_near_float32():

@@ -573,7 +573,8 @@ def test_two_runs_of_which_one_is_begun_anew(page, address, folder, tmp_path, mo
         shutil.copytree(folder / "runs" / name, tmp_path / "runs" / name)
 
     def differences():
-        return [row.text.split()[0] for row in page.all("#difference tbody tr")]
+        rows = "[...document.querySelectorAll('#difference tbody th')]"
+        return page.run(f"return {rows}.map(cell => cell.innerText)")
 
     page.open(address, "runs")
     page.wait(lambda: differences() == ["model.n_layers"])

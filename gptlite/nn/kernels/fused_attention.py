@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from gptlite.machine.runtime import is_before_ampere
 from gptlite.nn.kernels.rows import map_heads
 from gptlite.sharding import AXES, is_mesh_set, targets_nvidia, targets_tpu
 
@@ -62,8 +61,6 @@ def _kernel(
         # (The gradient needs an even length. JAX does not map a mask over models.)
         fits = half and d_head % 8 == 0 and d_head <= 128 and seq % 2 == 0
         fits = fits and not (has_starts and _n_other_devices())
-        # Devices that are compiled for, and are not here, are new enough.
-        fits = fits and not is_before_ampere(jax.devices()[0])
         return ("cuda", _cudnn) if fits else None
     fits = query.dtype == jnp.bfloat16 and seq % SPLASH_BLOCKS[-1] == 0
     # (The compiler does not divide the kernel over models, nor can `map_heads`, which is inside of
