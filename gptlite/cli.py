@@ -577,13 +577,6 @@ def parse_compare(argv: Sequence[str]) -> tuple[CompareArguments, dict[str, Conf
         "There is nothing to compare: give --vary SECTION.FIELD=VALUE,VALUE,... with a value "
         "that differs from the base's.",
     )
-    for name in ("save_seconds", "keep", "sample_tokens"):
-        given = {getattr(config.training, name) for config in variants.values()}
-        require(
-            given == {getattr(PRESETS[base][1].training, name)},
-            "A comparison saves no checkpoint and generates no sample: leave training."
-            f"{name.replace('_', '-')} out.",
-        )
     return arguments, variants
 
 

@@ -35,7 +35,8 @@ class BoundedProcess:
         self._seconds, self._broken = seconds, broken
         self._lock, self._is_broken, self._is_interrupted = threading.Lock(), False, False
         away = {"", os.getcwd()} - {str(ROOT)}
-        paths = [*(x for x in sys.path if x not in away), str(ROOT)]
+        # Python takes no notice of entries that are no strings.
+        paths = [*(x for x in sys.path if isinstance(x, str) and x not in away), str(ROOT)]
         utf8 = ["-X", "utf8"] if sys.flags.utf8_mode else []  # `-I` ignores PYTHONUTF8
         self._process = subprocess.Popen(
             [

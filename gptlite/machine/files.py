@@ -60,7 +60,7 @@ def lock(path: Path, busy: str, seconds: float = 0.0) -> contextlib.AbstractCont
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        return FileLock(path, timeout=seconds).acquire()
+        return FileLock(path, timeout=seconds, fallback_to_soft=False).acquire()
     except Timeout:
         raise UserError(busy) from None
     except OSError as error:

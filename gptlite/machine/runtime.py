@@ -34,6 +34,7 @@ def set_up_jax(cpu_devices: int = 1) -> None:
     jax.config.update("jax_enable_x64", False)
     jax.config.update("jax_default_prng_impl", "threefry2x32")
     jax.config.update("jax_threefry_partitionable", True)
+    jax.config.update("jax_random_seed_offset", 0)
     jax.config.update("jax_numpy_dtype_promotion", "standard")
     jax.config.update("jax_numpy_rank_promotion", "allow")
     for kind in ("nan", "divide", "oob"):  # Equinox has checks of its own

@@ -9,10 +9,9 @@ import jax
 import numpy as np
 import safetensors.numpy
 from jaxtyping import PyTree
-from safetensors import SafetensorError
 
 from gptlite.config import Config
-from gptlite.errors import UserError, require
+from gptlite.errors import UserError, require, told
 from gptlite.machine.files import read_bounded, sha256_of, write_atomically
 from gptlite.machine.pytrees import is_parameter, path_name, size_of
 from gptlite.runs.weights import check_shapes
@@ -68,12 +67,12 @@ def read_frozen(path: Path, wanted: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """
     most = size_of(wanted) + HEADER + HEADER_PER_ARRAY * len(wanted)
     try:
-        arrays = safetensors.numpy.load(read_bounded(path, most))
+        content = read_bounded(path, most)
     except OSError as error:
         reason = error.strerror or error
         raise UserError(f"The weights {path} cannot be read: {reason}.") from error
-    except (SafetensorError, KeyError) as error:  # KeyError: a dtype NumPy lacks
-        raise UserError(f"The weights {path} cannot be read: {error}.") from error
+    with told(f"The weights {path} cannot be read"):
+        arrays = safetensors.numpy.load(content)
     check_shapes(dict(wanted), arrays, f"The weights {path}")
     return arrays
 

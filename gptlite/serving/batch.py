@@ -170,22 +170,26 @@ class Batch:
             self._join(state, [[x for x in members if x.max_new_tokens] for members in readers])
         return [prompt_scores[text] for text in texts]
 
-    def is_short(self, reading: Reading) -> bool:
-        """Whether what is read takes no longer than a part of a long prompt."""
-        return len(reading.ids) <= min(self._part, TOKENS_PER_READ)
+    @property
+    def halves_are_short(self) -> bool:
+        """Whether half of a context is read in one part."""
+        return self.context_length // 2 <= min(self._part, TOKENS_PER_READ)
 
     def read_again(self, readings: Sequence[Reading]) -> Sequence[Reading]:
-        """Read the second halves of texts whose context was full, which are short: as many as one
-        call takes. Those that were read, and go on."""
+        """Read the second halves of texts whose context was full, which are short: the first of
+        them, as many as one call takes. These go on."""
         if not readings:
             return []
         windows = next(_groups([reading.ids for reading in readings], self.context_length))
         group = readings[: len(windows)]
+        half, start = len(windows[0]), time.perf_counter()
         state, _ = self._read_group(windows, scored=False)
+        self._note_part(len(windows) * half, half, time.perf_counter() - start)
         logits = np.zeros(state.logits.shape, state.logits.dtype)
-        logits[: len(group)] = np.concatenate([x.logits for x in group if x.logits is not None])
+        for row, reading in enumerate(group):
+            logits[row] = reading.logits
         state = GenerationState(jnp.asarray(logits), state.layers, state.ids)
-        self._join(state, [reading.texts for reading in group], length=len(windows[0]))
+        self._join(state, [reading.texts for reading in group], length=half)
         return group
 
     def read_on(self, reading: Reading) -> bool:
@@ -216,7 +220,7 @@ class Batch:
         program = tokens, capacity_for(prompt, self.context_length)
         if program not in self._parts:  # it was compiled
             self._parts.add(program)
-        elif tokens == self._part and seconds > PART_SECONDS:
+        elif 2 * tokens >= self._part and seconds > PART_SECONDS:
             self._part = max(MIN_PART, self._part // 2)
 
     def step(self) -> list[New]:

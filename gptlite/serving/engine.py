@@ -257,8 +257,9 @@ class Engine:
         if texts:
             for text, scores in zip(texts, self._batch.read(texts), strict=True):
                 self._read_to_end(text, scores)
-        again = self._batch.read_again([x for x in self._again if self._batch.is_short(x)])
-        self._again = deque(reading for reading in self._again if reading not in again)
+        again = self._batch.read_again([*self._again]) if self._batch.halves_are_short else []
+        for _ in again:
+            self._again.popleft()
         if long:
             self._reading = Reading(long, long[0].ids.copy(), None)
         reading = self._next_reading()
@@ -278,9 +279,9 @@ class Engine:
         return bool(texts or back or again) or is_due
 
     def _next_reading(self) -> Reading | None:
-        """A long prompt and long contexts that were full take turns. What nobody waits for any more
-        is not read."""
-        long = [x for x in self._again if not self._batch.is_short(x)]
+        """A long prompt and long contexts that were full take turns. Of these, what nobody waits
+        for any more is not read."""
+        long = [] if self._batch.halves_are_short else self._again
         prompts, again = (
             [x for x in readings if x is not None and not all(t.cancelled for t in x.texts)]
             for readings in ([self._reading], long)

@@ -37,6 +37,8 @@ class Overview:
     began: float
     """In seconds since 1970, as `changed`."""
     changed: float
+    configured: float
+    """When its config was written."""
     state: State
     preset: str | None
     """The one whose model it has."""
@@ -97,6 +99,7 @@ def _read(path: Path, stamps: tuple[tuple[float, int], ...]) -> Overview | None:
         name=path.name,
         began=_stamp(path / "tokenizer.json")[0],  # never written again
         changed=max(stamp for stamp, _ in stamps),
+        configured=_stamp(path / "config.json")[0],
         state=state,
         preset=_preset(config),
         parameters=None if newest is None else newest.parameters,

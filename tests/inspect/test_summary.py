@@ -84,6 +84,13 @@ def test_activations_grow_with_the_batch():
     for model in (abstract("s"), tables):
         small, large = (activation_bytes(model, batch) for batch in (4, 8))
         assert 0 < 2 * small == large
+        hidden = 4 * 4 * model.config.context_length  # numbers of 4 bytes in 4 rows
+        assert small > hidden * (model.config.n_layers * model.config.d_model + model.vocab_size)
+
+
+def test_activations_have_the_masks_of_dropout():
+    plain, dropped = tiny_model(), tiny_model(dropout=0.1)
+    assert activation_bytes(dropped, 2) > 1.1 * activation_bytes(plain, 2)
 
 
 def test_layers_are_multiplied_only_where_they_are_stacked():

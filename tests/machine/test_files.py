@@ -1,11 +1,13 @@
 import contextlib
+import errno
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 from gptlite.errors import UserError
-from gptlite.machine.files import lock, write_atomically, write_json
+from gptlite.machine.files import is_locked, lock, write_atomically, write_json
 from gptlite.machine.progress import sentence_of
 
 
@@ -28,6 +30,21 @@ def test_a_lock_is_held_until_its_block_ends(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a folder in use cannot be removed")
+@pytest.mark.skipif(sys.platform == "win32", reason="its locks are others")
+@pytest.mark.parametrize("reason", [errno.ENOSYS, errno.ENOLCK])
+def test_a_folder_without_locks_has_none(tmp_path, monkeypatch, reason):
+    """Nor is a file that another process left taken for one."""
+
+    def flock(*_):
+        raise OSError(reason, os.strerror(reason))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    (tmp_path / "lock").write_text("")
+    with lock(tmp_path / "lock", "busy"):
+        pass
+    assert not is_locked(tmp_path / "lock")
+
+
 def test_a_working_folder_that_is_gone_is_told(tmp_path):
     place = tmp_path / "place"
     place.mkdir()

@@ -249,8 +249,6 @@ def test_the_command_line():
         ("--vary model.norm=dyt --init-from=a", "from the beginning: leave --init-from out"),
         ("--vary model.norm=rsm", "must be one of rms, layer, dyt"),
         ("--vary model.nrom=rms", "--model.nrom"),
-        ("--vary model.norm=dyt --training.keep 9", "leave training.keep out"),
-        ("--vary training.save-seconds=9", "leave training.save-seconds out"),
         ("--vary model.norm=dyt --seeds 0", "seeds must be at least 1"),
         ("--vary model.norm=dyt --name a/b", "--name takes the name of a folder, which"),
         ("--vary model.norm=dyt --name \x1b[2J", "does not begin with a dot, got "),

@@ -60,7 +60,7 @@ async function look(i) {
     const name = named(tokens[i].text);
     list.place.children[i].setAttribute("aria-label", `${name}, ${percent(tokens[i].log_prob)}`);
     $("look-status").textContent =
-      `How ${name} was predicted, from the ${place + 1} tokens before it.`;
+      `How ${name} was predicted, from the ${place ? `${place + 1} tokens` : "token"} before it.`;
   } catch (error) {
     if (mine !== asked) return;
     $("look-status").textContent = "";

@@ -210,7 +210,7 @@ async function showPair() {
   $("pair").hidden = both.length !== 2;
   $("pair-hint").hidden = both.length === 2;
   // A run that is replaced or resumed may have another config.
-  const stamp = ({ name, began, state, steps }) => [name, began, state, steps];
+  const stamp = ({ name, began, configured }) => [name, began, configured];
   const pair = JSON.stringify(both.map((name) => stamp(runs.find((run) => run.name === name))));
   if (both.length !== 2) compared = "";
   if (both.length !== 2 || pair === compared) return;
