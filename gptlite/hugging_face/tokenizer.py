@@ -21,7 +21,7 @@ from gptlite.hugging_face.components import (
     normalizers,
     pre_tokenizers,
 )
-from gptlite.machine.characters import utf8
+from gptlite.machine.characters import character_at, utf8
 from gptlite.machine.files import behind_links, read_bounded
 from gptlite.machine.records import read_record
 from gptlite.text.tokenizer import (
@@ -258,9 +258,8 @@ def _lost(text: str, found: bytes) -> str:
     if place >= len(text):
         return f"The tokenizer adds {found[same:][:100]!r} to the end of the text."
     return (
-        f"The character {text[place]!r} (U+{ord(text[place]):04X}), number {place + 1:,} of the "
-        "text, does not come back from its ids: it is not in the vocabulary, or the tokenizer "
-        "changes it (as by another Unicode normalization)."
+        f"{character_at(text, place)} does not come back from its ids: it is not in the "
+        "vocabulary, or the tokenizer changes it (as by another Unicode normalization)."
     )
 
 

@@ -36,9 +36,19 @@ def utf8(text: str) -> bytes:
     except UnicodeEncodeError as error:
         place, wrong = error.start, ord(text[error.start])
         raise UserError(
-            f"Character {place + 1:,} of the text is half of a surrogate pair (U+{wrong:04X}), "
-            "which is no character of UTF-8."
+            f"{_around(text, place)!r} has half of a surrogate pair (U+{wrong:04X}), which is no "
+            "character of UTF-8."
         ) from error
+
+
+def character_at(text: str, place: int) -> str:
+    """Names a character in a message, with what is around it: `text` may be a piece of a longer
+    one."""
+    return f"The character {text[place]!r} (U+{ord(text[place]):04X}) in {_around(text, place)!r}"
+
+
+def _around(text: str, place: int) -> str:
+    return text[max(0, place - 20) : place + 20]
 
 
 def code_points(text: str) -> Integer[np.ndarray, " characters"]:

@@ -15,7 +15,7 @@ import tiktoken
 from jaxtyping import Array, Integer
 
 from gptlite.errors import UserError, require, told
-from gptlite.machine.characters import code_points, utf8
+from gptlite.machine.characters import character_at, code_points, utf8
 
 # A letter before a space and another letter; a line's end after something, before a letter.
 BETWEEN_WORDS = re.compile(r"[A-Za-z](?= [A-Za-z])|\S\n(?=[A-Za-z])")
@@ -171,11 +171,10 @@ class CharTokenizer(Decoding):
     def encode(self, text: str) -> Ids:
         ids = np.take(self._ids, code_points(text), mode="clip")
         if len(ids) and ids.min() < 0:
-            place = int(np.argmin(ids))
             raise UserError(
-                f"The character {text[place]!r} (U+{ord(text[place]):04X}), number {place + 1} of "
-                f"the text, is not in the vocabulary: it never occurred in the corpus of this char "
-                f"tokenizer, which knows {self.vocab_size} characters."
+                f"{character_at(text, int(np.argmin(ids)))} is not in the vocabulary: it never "
+                f"occurred in the corpus of this char tokenizer, which knows {self.vocab_size} "
+                "characters."
             )
         return ids
 

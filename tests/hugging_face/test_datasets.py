@@ -10,6 +10,8 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -648,6 +650,13 @@ def test_a_system_without_alarms_reads_as_others_do(tmp_path, monkeypatch):
     corpus = write_dataset(tmp_path / "a.jsonl", ["one", "two"])
     for _ in range(2):
         assert list(corpus.read(None)) == ["one", "two"]
+
+
+def test_entries_of_the_path_that_are_no_strings_are_left_out(tmp_path, monkeypatch):
+    """Python imports nothing from them, and JSON has none."""
+    monkeypatch.setattr(bounded, "subprocess", subprocess)  # a new one
+    monkeypatch.setattr(sys, "path", [tmp_path, *sys.path])
+    assert list(write_dataset(tmp_path / "a.jsonl", ["one"]).read(None)) == ["one"]
 
 
 def test_two_readings_do_not_disturb_each_other(tmp_path):

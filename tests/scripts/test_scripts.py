@@ -245,7 +245,7 @@ def test_a_prompt_file_keeps_its_line_ends(place, monkeypatch, capsys):
         monkeypatch, capsys,
     )  # fmt: skip
     assert code == 2
-    assert "'\\r' (U+000D), number 4" in error
+    assert "'\\r' (U+000D) in 'The\\r\\n'" in error
 
 
 def test_ctrl_c_and_a_reader_that_has_gone_end_quietly(monkeypatch, capfd):
