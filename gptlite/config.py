@@ -382,6 +382,7 @@ class Config:
     )
 
     def __post_init__(self):
+        check_fields("", self)
         require(
             self.model.lora is None or self.training.init_from is not None,
             "model.lora adapts a model that has been trained: name it with --init-from.",

@@ -96,6 +96,9 @@ def test_one_key_serves_all_rows(place):
     np.testing.assert_array_equal(ids, gl.generate(model, prompts, 8, keys=keys))
     np.testing.assert_array_equal(ids[:1], gl.generate(model, prompts[:1], 8, key=key))
     assert gl.generate(model, prompts, 0, key=key).shape == (3, 0)
+    alone = {"key": key, "lengths": np.array([2])}
+    single = gl.generate(model, np.array([1, 2, 3]), 8, **alone)
+    np.testing.assert_array_equal(single, gl.generate(model, np.array([1, 2]), 8, key=key))
     wrongs: list[dict[str, Any]] = [{}, {"key": key, "keys": keys}]
     for given in wrongs:
         with pytest.raises(gl.UserError, match="Give either key, one for all rows, or keys"):
@@ -117,6 +120,9 @@ def test_a_list_of_documents_is_a_corpus(tmp_path):
     np.testing.assert_array_equal(again.train, split.train)
     other = gl.split_corpus(gl.documents(texts[1:]), tokenizer, folder=tmp_path)
     assert other.sha256 != split.sha256
+    corpus = gl.documents(kept := list(texts))
+    kept.reverse()
+    assert list(corpus.read(None)) == texts
     wrongs: list[Any] = [[], [1], ["a", None], "abc", iter(["a"])]
     for wrong in wrongs:
         with pytest.raises(gl.UserError, match="documents takes a list of strings"):
@@ -155,6 +161,10 @@ def made(**knobs: Any) -> list[list[str]]:
     return list(gl.stream_texts(run.model, run.tokenizer, "the", **knobs))
 
 
+def split(tokens: int = 100, most: int | None = None) -> object:
+    return gl.split_corpus(gl.text_corpus(TEXT), gl.make_tokenizer("byte"), tokens, most)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -167,10 +177,14 @@ def made(**knobs: Any) -> list[list[str]]:
         (lambda: gl.load("new").generate("the", stop=[3]), r"stop must be a list of strings"),  # pyright: ignore
         (lambda: gl.load("new").generate("the", stop="the"), r"stop must be a list of strings"),
         (lambda: gl.load("new").generate("the", stop=[""]), r"at least one character, got \[''\]"),
+        (lambda: made(stop="the"), r"stop must be a list of strings, got 'the'"),
         (lambda: made(texts=-1), "texts must be at least 1 .*, got -1"),
         (lambda: made(seed=10**30), "seed must be at least 0 and at most 2147483647"),
         (lambda: gl.Encoder(gl.ModelConfig(), -1, key=KEY), "vocab_size must be at least 1"),
         (lambda: gl.summary(gl.load("new").model, batch_size=-1), "batch_size must be at least 1"),
+        (lambda: gl.Config(model={}), "model must be ModelConfig, got {}"),  # pyright: ignore
+        (lambda: split(1), "validation_tokens must be at least 2 .*, got 1"),
+        (lambda: split(most=-1), "max_tokens must be at least 2 .*, got -1"),
         (lambda: gl.check_block(gl.GPT, d_model=-1), "d_model must be at least 1"),
         (lambda: gl.check_block(gl.GPT, seq=0), "seq must be at least 1"),
         (lambda: gl.check_block(gl.GPT, seed=-1), "seed must be at least 0"),

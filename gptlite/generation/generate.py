@@ -127,13 +127,13 @@ def generate(
     keys: Keys | None = None,
 ) -> Int[Array, "*batch new"]:
     """`max_new_tokens` tokens after each prompt, or after a single one, `[prompt]`. The arguments
-    are those of `stream`.
+    are those of `stream`, in which a single prompt is a batch of one.
 
     **Raises:** `UserError` as `stream` does.
     """
-    if prompt.ndim == 1:
-        return generate(model, prompt[None], max_new_tokens, config, key=key, keys=keys)[0]
     options = {"lengths": lengths, "key": key, "keys": keys}
+    if prompt.ndim == 1:
+        return generate(model, prompt[None], max_new_tokens, config, **options)[0]
     chunks = list(stream(model, prompt, max_new_tokens, config, **options))
     # With NumPy, because JAX would compile a program for each length.
     none = np.zeros((len(prompt), 0), np.int32)

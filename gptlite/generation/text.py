@@ -41,11 +41,10 @@ def stream_texts(
     """Texts that continue a prompt, a few tokens at a time: the next piece of each of them.
 
     The same seed gives the same texts; the first is the same however many are asked for. If a
-    prompt is longer than the model's context, the model reads its end. `stop`: see
-    `TextStream`.
+    prompt is longer than the model's context, the model reads its end. `stop`: see `TextStream`.
 
-    **Raises:** `UserError` if `texts` or `seed` is out of range, and as `prompt_ids` and
-    `generate.stream` do.
+    **Raises:** `UserError` if `texts` or `seed` is out of range, `stop` is no list of strings, and
+    as `prompt_ids` and `generate.stream` do.
     """
     check_value("texts", texts, Count)
     check_value("seed", seed, Seed)
@@ -82,6 +81,8 @@ class TextStream:
         self._tokenizer, self._end_ids = tokenizer, tokenizer.end_ids
         adds = tokenizer.adds_space and {*after} <= {*tokenizer.start_ids, *tokenizer.end_ids}
         self.added = b" " if adds else b""
+        are_texts = isinstance(stop, list | tuple) and all(isinstance(x, str) for x in stop)
+        require(are_texts, f"stop must be a list of strings, got {stop!r}.")
         self._stop = [text for text in stop if text]
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""

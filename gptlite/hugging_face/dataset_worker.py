@@ -337,7 +337,8 @@ def _check_files(source: str, builder: Any) -> list[str]:
     if not os.path.isdir(source):
         return notes
     for file in _files(builder):
-        inside = os.path.normpath(file).startswith(f"{folder}{os.sep}") and "://" not in file
+        place = os.path.realpath(os.path.dirname(file))  # also through a link to a folder
+        inside = f"{place}{os.sep}".startswith(f"{folder}{os.sep}") and "://" not in file
         require(inside, f"The dataset {source} names {file}, which is not in its folder.")
         require(os.path.isfile(file), f"{file} is no file.")
         if os.path.islink(file):
@@ -377,13 +378,16 @@ def _left_out(source: str, builder: Any) -> list[str]:
     """What is to be said of the files that are not read, in a folder without settings: the library
     takes the files of one kind, that of the most."""
     kind, files = builder.name, set(_files(builder))
-    # `glob` leaves out what is hidden, as the library does.
-    paths = glob.iglob(os.path.join(os.path.realpath(source), "**", "*.*"), recursive=True)
-    left = sorted(
-        path
-        for path in paths
-        if path not in files and FORMATS.get(Path(path).suffix.lower(), kind) != kind
-    )
+    left = []
+    for place, folders, names in os.walk(os.path.realpath(source)):  # not into links
+        folders[:] = (name for name in folders if not name.startswith("."))
+        paths = (os.path.join(place, name) for name in names if not name.startswith("."))
+        left += [
+            path
+            for path in paths
+            if path not in files and FORMATS.get(Path(path).suffix.lower(), kind) != kind
+        ]
+    left.sort()
     more = f" and {len(left) - 1:,} more" if left[1:] else ""
     return [f"Of {source}, the {kind} files are read. Left out: {left[0]}{more}."] if left else []
 

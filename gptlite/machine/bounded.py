@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gptlite.errors import UserError
-
-ROOT = Path(__file__).resolve().parents[2]
+from gptlite.machine.folders import ROOT
 
 # The packages are found where they are here, but none in the working folder, which may be a
 # stranger's.

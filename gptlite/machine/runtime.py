@@ -71,6 +71,7 @@ def require_devices() -> None:
     given = "" if platforms is None else f" of the platform {platforms}, as JAX_PLATFORMS says"
     with told(f"JAX finds no device{given}"):
         jax.devices()
+        jax.device_put(0)  # on the default device, which JAX_DEFAULT_DEVICE may name
 
 
 def chosen_dtype(compute_dtype: str, device: Any, has_stack: bool = True) -> str:

@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from gptlite.errors import UserError, require
+from gptlite.machine.folders import DATA_FOLDER
 from gptlite.machine.progress import log
 from gptlite.machine.shakespeare import download_shakespeare, load_shakespeare
 from gptlite.machine.text_files import read_file
-from gptlite.text.corpus import DATA_FOLDER, Corpus, documents, text_corpus
+from gptlite.text.corpus import Corpus, documents, text_corpus
 
 # Files and folders of a kind that are named.
 NAMED = 5

@@ -9,7 +9,7 @@ from typing import Annotated
 from gptlite.config import Config, SamplingConfig
 from gptlite.errors import require
 from gptlite.generation.generate import PreparedModel, prepare
-from gptlite.generation.text import prompt_ids, stream_texts
+from gptlite.generation.text import TextStream, prompt_ids, stream_texts
 from gptlite.machine.fields import MAX_INT32, Between, Seed, check_value
 from gptlite.models.gpt import GPT
 from gptlite.text.tokenizer import Tokenizer
@@ -78,12 +78,9 @@ class Run:
     ) -> Iterator[str]:
         check_value("max_new_tokens", tokens, Annotated[int, Between(1, MAX_INT32)])
         check_value("seed", seed, Seed)
-        require(
-            isinstance(stop, list | tuple) and all(isinstance(text, str) for text in stop),
-            f"stop must be a list of strings, got {stop!r}.",
-        )
+        TextStream(self.tokenizer, stop)  # raises here, and not at the first piece, as does:
         require(all(stop), f"stop must be strings of at least one character, got {stop!r}.")
-        prompt_ids(self.tokenizer, prompt)  # raises here, and not at the first piece
+        prompt_ids(self.tokenizer, prompt)
         options = {"max_new_tokens": tokens, "sampling": sampling, "seed": seed, "stop": stop}
         texts = stream_texts(self._prepared, self.tokenizer, prompt, **options)
         return (piece for (piece,) in texts)

@@ -6,14 +6,10 @@ A corpus of any size is read in pieces, several times. Only `Corpus.text` holds 
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from gptlite.errors import require
 from gptlite.machine.characters import scan, utf8
-
-# The clone's data/ folder, independent of the working directory.
-DATA_FOLDER = Path(__file__).resolve().parents[2] / "data"
 
 # Every tenth document is for validation, until there is enough of it.
 HELD_OUT = 10
@@ -112,7 +108,7 @@ def documents(texts: Any, name: str = "documents") -> Corpus:
         isinstance(texts, list | tuple) and bool(texts) and all(isinstance(x, str) for x in texts),
         f"documents takes a list of strings, at least one, got {str(texts)[:100]}.",
     )
-    checksum = hashlib.sha256()
+    checksum, texts = hashlib.sha256(), (*texts,)  # which a caller's list may not be any more
     for text in texts:
         checksum.update(len(utf8(text)).to_bytes(8, "little") + utf8(text))
     return Corpus(name, checksum.hexdigest(), lambda _: filter(None, texts), is_text=False)

@@ -13,10 +13,11 @@ from jaxtyping import Integer
 
 from gptlite.config import DataConfig
 from gptlite.errors import UserError, require
+from gptlite.machine.folders import DATA_FOLDER
 from gptlite.machine.id_store import SEGMENT, IdStore, filled
 from gptlite.machine.progress import progress_bar
 from gptlite.machine.text_files import PIECE
-from gptlite.text.corpus import DATA_FOLDER, HELD_OUT, Corpus
+from gptlite.text.corpus import HELD_OUT, Corpus
 from gptlite.text.tokenizer import Ids, Tokenizer, n_bytes
 
 # Characters up to which a text is kept in memory: at most 64 MB of ids.
@@ -44,7 +45,8 @@ class Split:
 
     def bits_per_byte(self, val_loss: float) -> float:
         """Nats per token as bits per byte of UTF-8, which compare across tokenizers."""
-        return val_loss * (len(self.validation) - 1) / math.log(2) / self.validation_bytes
+        n_bytes = self.validation_bytes or math.nan
+        return val_loss * (len(self.validation) - 1) / math.log(2) / n_bytes
 
 
 def split_corpus(
@@ -68,8 +70,9 @@ def split_corpus(
 
     `max_tokens`: of those for training, the first so many. No more of a dataset is read.
 
-    **Raises:** `UserError` if a character is not in the vocabulary or a file cannot be written.
+    **Raises:** `UserError` for an unknown character, a file that cannot be written, limits below 2.
     """
+    DataConfig(max_tokens=max_tokens, validation_tokens=validation_tokens)  # or an error
     is_dataset = corpus.characters is None
     limits = (max_tokens if is_dataset else None, validation_tokens)
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)

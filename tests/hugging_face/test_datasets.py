@@ -770,6 +770,27 @@ def test_a_folder_whose_name_is_a_pattern_is_refused(tmp_path):
     assert list(documents(tmp_path / "a *?:]b").read(None)) == ["a"]
 
 
+@pytest.mark.parametrize("card", [False, True])
+def test_files_behind_a_link_to_a_folder_are_in_no_dataset(tmp_path, card):
+    (tmp_path / "outside").mkdir()
+    write_file(tmp_path / "outside" / "train-00000-of-00001.jsonl", ["secret"])
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "inside" / "data").symlink_to("../outside")
+    if card:
+        settings = '---\nconfigs:\n- config_name: default\n  data_files: "data/*.jsonl"\n---\n'
+        (tmp_path / "inside" / "README.md").write_text(settings)
+    with pytest.raises(UserError, match=r"data/train\S*\.jsonl, which is not in its folder"):
+        documents(tmp_path / "inside")
+
+
+def test_a_folder_with_links_to_itself_is_read(tmp_path):
+    """Which have 2^40 paths."""
+    write_file(tmp_path / "a.jsonl", ["one"])
+    for name in ("b", "c"):
+        (tmp_path / name).symlink_to(".")
+    assert list(documents(tmp_path).read(None)) == ["one"]
+
+
 def test_a_link_in_a_folder_is_told(folder, tmp_path, capsys):
     (tmp_path / "other.jsonl").write_text(lines(["other"]))
     (folder / "train.jsonl").unlink()

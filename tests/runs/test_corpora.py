@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from gptlite.errors import UserError
+from gptlite.machine.folders import DATA_FOLDER
 from gptlite.machine.shakespeare import SHA256, download_shakespeare
 from gptlite.machine.text_files import read_text
 from gptlite.runs.corpora import load_corpus
-from gptlite.text.corpus import DATA_FOLDER
 
 
 def unreachable(seconds):

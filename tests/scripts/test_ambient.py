@@ -131,6 +131,10 @@ def test_a_platform_that_is_not_there_is_named(place, name):
             {"JAX_NUM_CPU_DEVICES": "two"},
             'JAX cannot be used: Invalid value "two" for JAX flag',
         ),
+        (
+            {"JAX_DEFAULT_DEVICE": "tpu"},
+            "JAX finds no device of the platform cpu, as JAX_PLATFORMS says: Unknown backend",
+        ),
         ({"EQX_ON_ERROR": "stop"}, "Equinox cannot be used: Unrecognised value for `EQX_ON_ERROR`"),
         ({"EQX_ON_ERROR": "breakpoint"}, "EQX_ON_ERROR must be raise, nan or off, got breakpoint."),
     ],

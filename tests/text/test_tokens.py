@@ -36,6 +36,8 @@ def test_the_split_is_by_characters():
     assert bytes(split.validation.tolist()).decode() == "é" * 10
     assert split.validation_bytes == 19  # without the first, which nothing predicts
     assert split_corpus(corpus, make_tokenizer("char", corpus)).validation_bytes == 18
+    nothing = split_corpus(documents(["a", "b"]), make_tokenizer("byte"))
+    assert np.isnan(nothing.bits_per_byte(1.0))
 
 
 def test_validation_tokens_bounds_the_validation_text():
