@@ -213,7 +213,7 @@ def print_machine() -> None:
         import torch
         import transformers
     except ImportError as error:
-        sys.exit(f'{error}. The benchmarks need their peers: pip install -e ".[bench]"')
+        sys.exit(f'{error}. The benchmarks need their peers: pip install "gptlite-jax[bench]"')
 
     model = platform.processor()
     if os.path.exists("/proc/cpuinfo"):

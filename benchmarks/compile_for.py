@@ -2,8 +2,8 @@
 
     python benchmarks/compile_for.py
 
-Each row is a command, `python -m gptlite.estimate ... --for TARGET`. Options that this program does
-not know go to all of them. It needs the compilers (`pip install -e ".[aot]"`), and an hour.
+Each row is a command, `gptlite estimate ... --for TARGET`. Options that this program does
+not know go to all of them. It needs the compilers (`pip install "gptlite-jax[aot]"`), and an hour.
 """
 
 import argparse
@@ -76,13 +76,13 @@ def main() -> None:
                 words = f"--training.batch-size {rows} {options} --for {target}"
                 report = compile_for(f"{MODELS[model]} {words}", more)
                 table.append([f"{rows:,}", target, f"`{options}`" * bool(options), *read(report)])
-        print(f"\n{model}: `python -m gptlite.estimate {MODELS[model]}`\n")
+        print(f"\n{model}: `gptlite estimate {MODELS[model]}`\n")
         print_table(HEADER, table)
 
 
 def compile_for(words: str, more: list[str]) -> str:
-    """What `python -m gptlite.estimate` prints."""
-    print(f"python -m gptlite.estimate {words}", file=sys.stderr, flush=True)
+    """What `gptlite estimate` prints."""
+    print(f"gptlite estimate {words}", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "gptlite.estimate", *words.split(), *more]
     done = subprocess.run(command, capture_output=True, text=True)
     print(done.stdout, file=sys.stderr, flush=True)

@@ -3,7 +3,7 @@ costs against training on a small one.
 
     python benchmarks/large_text.py
 
-Encoding is measured on one core, as `python train.py` does it: a text is read and checked, then
+Encoding is measured on one core, as `gptlite train` does it: a text is read and checked, then
 encoded into a file; the documents of a dataset, here JSON lines, are streamed into one, and beside
 it stands how fast the tokenizer alone encodes them. `quick` trains in alternation on the text and
 on TinyShakespeare (without a network, on pydoc).

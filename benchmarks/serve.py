@@ -3,7 +3,7 @@
 Both serve the same models, in float32, to the same clients, by turns: each client sends a request
 as soon as the one before is answered, and reads the answer as a stream. The shapes S and of the
 preset `laptop` have GPT-2's block and random weights; more models are given as folders in Hugging
-Face's format. Also needs: pip install -e ".[serve]" "transformers[serving]"
+Face's format. Also needs: pip install "gptlite-jax[serve]" "transformers[serving]"
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Attention with a recurrent state, as an example of a block of your own.
 
-    python train.py --model.attention examples/gated_linear_attention.py:GatedLinearAttention
-    python -m gptlite.research.check_block examples/gated_linear_attention.py:GatedLinearAttention
+    gptlite train --model.attention examples/gated_linear_attention.py:GatedLinearAttention
+    gptlite check-block examples/gated_linear_attention.py:GatedLinearAttention
 
 Each head keeps one matrix of the past, `S_t = g_t S_{t-1} + k_t v_tᵀ`, and reads it with its query,
 `y_t = S_tᵀ q_t`. The gate g_t, between 0 and 1, depends on the token (Yang et al., 2024, "Gated

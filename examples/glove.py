@@ -62,7 +62,7 @@ def main(
     Args:
         steps: Training steps.
         seed: Of the models and the batches.
-        corpus: Where text comes from; see train.py.
+        corpus: Where text comes from; see gptlite train.
         vectors: A file of vectors, with as many numbers per word as the model is to be wide.
         Without it, one is made.
     """

@@ -117,7 +117,7 @@ def main(steps: int = 1000, seed: int = 0, corpus: str = "shakespeare") -> None:
     Args:
         steps: Training steps.
         seed: Of the split of the speeches, the model and the batches.
-        corpus: A play: speeches with the speaker's name and a colon above. See train.py.
+        corpus: A play: speeches with the speaker's name and a colon above. See gptlite train.
     """
     began = time.perf_counter()
     set_up_jax(cpu_devices=2)

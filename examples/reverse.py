@@ -4,7 +4,7 @@
 
 `0 1 5 9 0 3 5 2 5 7` gives `7 5 2 X 3 X 9 5 1 0`: from the left, the second 0 and the second 5
 become X, and the third 5 stays. The encoder has to count, and the decoder has to read backwards.
-Pre-norm, ReLU² and Muon, as in the presets of train.py, with separate tables for source and target.
+Pre-norm, ReLU² and Muon, as in gptlite's presets, with separate tables for source and target.
 """
 
 import time

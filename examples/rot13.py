@@ -79,7 +79,7 @@ def main(steps: int = 2000, seed: int = 0, corpus: str = "auto") -> None:
     Args:
         steps: Training steps.
         seed: Of the split of the words, the model and the batches.
-        corpus: Where words come from; see train.py.
+        corpus: Where words come from; see gptlite train.
     """
     began = time.perf_counter()
     set_up_jax(cpu_devices=2)

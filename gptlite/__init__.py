@@ -6,22 +6,13 @@ All public functions are annotated with shapes. The import hook below makes bear
 while JAX traces: an error names function, argument and axes. Compiled programs have no checks.
 """
 
-import os
-import signal
-import sys
-
-# From the first moment of `python -m gptlite.NAME`, because the imports take a part of a second.
-if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-
-import jaxtyping
 import lazy_loader
 
 from gptlite.machine import typecheck as typecheck
 
 # Not gptlite.config: it has its own error messages, and must import quickly. Not what is called for
 # every token or document outside of compiled programs: a check takes 25 microseconds.
-jaxtyping.install_import_hook(
+typecheck.CheckedModules(
     [
         f"gptlite.{package}"
         for package in (
@@ -29,11 +20,10 @@ jaxtyping.install_import_hook(
             *("generation.generate", "generation.sampling", "research", "text.tokens"),
             *("runs.frozen", "runs.model", "runs.tokenizers", "hugging_face.folder"),
         )
-    ],
-    "gptlite.machine.typecheck.checked",
+    ]
 )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # The names are listed in __init__.pyi, and imported on first use: `--help` must not wait for JAX.
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

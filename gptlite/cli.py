@@ -61,9 +61,9 @@ class LogConfig:
 
     to: str = ""
     """Dashboards, separated by commas: tensorboard (files in the run's folder), wandb (Weights &
-    Biases; offline with WANDB_MODE=offline) and trackio. Each needs its package: pip install -e
-    ".[tensorboard]". They get losses, learning rate, gradient norm, speed and samples. One that
-    fails is left out, and training goes on."""
+    Biases; offline with WANDB_MODE=offline) and trackio. Each needs its package: pip install
+    "gptlite-jax[tensorboard]". They get losses, learning rate, gradient norm, speed and samples.
+    One that fails is left out, and training goes on."""
 
     def __post_init__(self):
         check_fields("log.", self)
@@ -345,7 +345,7 @@ def _suggest(kind: Any, args: Sequence[str]) -> None:
             continue
         require(
             option != "--preset",
-            "The preset comes first, without a name of its own, as in python train.py laptop.",
+            "The preset comes first, without a name of its own, as in gptlite train laptop.",
         )
         meant = [name for name in known if name.lstrip("-").rpartition(".")[2] == option[2:]]
         meant = meant or [name for name in known if name == f"--{option.rpartition('.')[2]}"]
@@ -380,12 +380,12 @@ class _First:
 
 
 def parse_train(argv: Sequence[str]) -> TrainArguments:
-    """`train.py`'s command line. `argv` is without the program's name."""
+    """The command line of `gptlite train`. `argv` is without the program's name."""
     arguments, preset = parse_config(TrainArguments, argv)
     if arguments.resume is None:
         require(
             arguments.preset == preset,
-            f"The preset comes first: python train.py {arguments.preset} ...",
+            f"The preset comes first: gptlite train {arguments.preset} ...",
         )
         return arguments
     for value, option in (
@@ -497,7 +497,7 @@ def _begun_from(preset: Config, name: str, custom: Sequence[str]) -> Config:
 
 
 def parse_sample(argv: Sequence[str]) -> SampleArguments:
-    """`sample.py`'s command line. `argv` is without the program's name."""
+    """The command line of `gptlite sample`. `argv` is without the program's name."""
     is_prompt = bool(argv) and not argv[0].startswith("-")
     return parse_words(SampleArguments, ["--prompt", *argv] if is_prompt else argv)
 
@@ -525,7 +525,7 @@ def read_prompt(arguments: SampleArguments) -> str:
 
 
 def parse_serve(argv: Sequence[str]) -> ServeArguments:
-    """`serve.py`'s command line. `argv` is without the program's name."""
+    """The command line of `gptlite serve`. `argv` is without the program's name."""
     return parse_words(ServeArguments, argv)
 
 
@@ -535,8 +535,8 @@ class _BaseOnly:
 
 
 def parse_compare(argv: Sequence[str]) -> tuple[CompareArguments, dict[str, Config]]:
-    """`compare.py`'s command line, and the variants that it asks for by name, the base first.
-    `argv` is without the program's name."""
+    """The command line of `gptlite compare`, and the variants that it asks for by name, the base
+    first. `argv` is without the program's name."""
     for word in argv:
         option = word.partition("=")[0].replace("_", "-")
         require(

@@ -287,7 +287,7 @@ class TrainingConfig:
     is faster there, as for modules without a Stack. The run's config says which one it is."""
 
     cpu_devices: Annotated[int, Between(1, 1024), Free("resume", "comparison")] = 2
-    """Without a GPU: how many devices train.py makes of the CPU, each with its own rows of a batch
+    """Without a GPU: how many devices training makes of the CPU, each with its own rows of a batch
     (fewer if they could not share it evenly). Two keep two cores busier than one that spreads
     each operation over both. The environment variable JAX_NUM_CPU_DEVICES overrides this."""
 

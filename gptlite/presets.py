@@ -1,4 +1,4 @@
-"""Named configurations: `python train.py PRESET`."""
+"""Named configurations: `gptlite train PRESET`."""
 
 import dataclasses
 

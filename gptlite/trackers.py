@@ -147,7 +147,7 @@ def check_installed(names: Sequence[str]) -> None:
         spec = importlib.util.find_spec(name)
         require(
             spec is not None and spec.origin is not None,  # more than a folder of that name
-            f'--log.to {name} needs a package: pip install -e ".[{name}]".',
+            f'--log.to {name} needs a package: pip install "gptlite-jax[{name}]".',
         )
 
 

@@ -28,6 +28,7 @@ import pytest
 import tiktoken
 from hypothesis import settings
 
+from gptlite import scripts
 from gptlite.config import ModelConfig
 from gptlite.errors import UserError
 from gptlite.models.gpt import GPT
@@ -305,7 +306,7 @@ def refusal(parse: Callable[[list[str]], Any], words: list[str]) -> str | None:
 def run_script(name: str, *words: str, folder: Path, stdin: str = "") -> SimpleNamespace:
     """Exit code and output of `python name words...`, typed in `folder`, but run in this process,
     which has JAX and compiled programs already. `name`: a script's, from the root of the project;
-    or `-m`, and a module is the first word."""
+    or `gptlite`, the command."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.chdir(folder))
@@ -318,11 +319,8 @@ def run_script(name: str, *words: str, folder: Path, stdin: str = "") -> SimpleN
         if threading.current_thread() is threading.main_thread():
             stack.callback(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT))
         try:
-            if name == "-m":
-                module, *sys.argv[1:] = words
-                imported = sys.modules.pop(module, None)  # or Python warns that it is there
-                stack.callback(lambda: sys.modules.update({module: imported} if imported else {}))
-                runpy.run_module(module, run_name="__main__", alter_sys=True)
+            if name == "gptlite":
+                scripts.main()
             else:
                 runpy.run_path(str(ROOT / name), run_name="__main__")
         except SystemExit as stop:

@@ -7,8 +7,8 @@ generation of a dozen configs as two commits make them, and compares.
 
 A program is the same if its text, as JAX lowers it, is the same, or if it is the same once XLA has
 compiled it: names, comments and the order of functions do not count. H100 and TPU need their
-compilers (pip install -e ".[aot]"), and no devices. Exit code 1 if a program has changed, 2 if the
-programs cannot be made.
+compilers (pip install "gptlite-jax[aot]"), and no devices. Exit code 1 if a program has changed, 2
+if the programs cannot be made.
 
 Each commit makes its programs by its own tests/support/programs.py.
 """

@@ -16,14 +16,13 @@ import pytest
 from conftest import ROOT, TEXT, refusal
 from hypothesis import given, settings, strategies as st
 
-import sample
-import train
 from gptlite.cli import LogConfig, SampleArguments, TrainArguments, parse_sample, parse_train
 from gptlite.config import Config, OptimizerConfig, SamplingConfig, TrainingConfig
 from gptlite.errors import UserError
 from gptlite.machine.fields import check_value
 from gptlite.machine.names import BlockNames
 from gptlite.machine.processes import DistributedConfig
+from gptlite.scripts import sample, train
 
 TINY = [
     "--model.n-layers=1",
@@ -371,7 +370,7 @@ sys.argv = ["train.py", *{TINY!r}, "--data.corpus", "text.txt", "--model.d-model
     "--model.d-ff", "1000000", "--run", "x"]
 import gptlite.machine.memory
 gptlite.machine.memory.free_memory = lambda: 2**50
-import train
+from gptlite.scripts import train
 train.main()
 """
     (tmp_path / "text.txt").write_text(TEXT)

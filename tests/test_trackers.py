@@ -228,5 +228,5 @@ def test_a_package_that_is_missing_is_named_with_the_command(monkeypatch):
     assert LogConfig().names == []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     check_installed([])
-    with pytest.raises(UserError, match=r'needs a package: pip install -e "\.\[trackio\]"'):
+    with pytest.raises(UserError, match=r'needs a package: pip install "gptlite-jax\[trackio\]"'):
         check_installed(["trackio"])

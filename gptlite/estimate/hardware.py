@@ -193,5 +193,5 @@ def describe(target: str) -> tuple[Hardware, Sequence[Any]]:
             f"There is no slice {target}: {reason}."
             if "INVALID_ARGUMENT" in reason
             else f"The compiler for {target} cannot be used here: {reason}. If it is not "
-            'installed: pip install -e ".[aot]", on Linux.'
+            'installed: pip install "gptlite-jax[aot]", on Linux.'
         ) from error

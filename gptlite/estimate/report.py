@@ -1,4 +1,4 @@
-"""The answer to `python -m gptlite.estimate ... --for TARGET`."""
+"""The answer to `gptlite estimate ... --for TARGET`."""
 
 import heapq
 

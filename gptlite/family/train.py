@@ -37,7 +37,7 @@ def train(
     All devices share every batch (`gptlite.set_up_jax(2)`, at the start of a program, makes two
     devices of a CPU). Nothing is saved. After a stop signal the step is finished; then Ctrl-C
     raises `KeyboardInterrupt`, and another signal exits. These fields of `training` are for
-    `train.py` only: `cpu_devices`, `sample_tokens`, `save_seconds`, `keep`.
+    `gptlite train` only: `cpu_devices`, `sample_tokens`, `save_seconds`, `keep`.
 
     **Arguments:**
 

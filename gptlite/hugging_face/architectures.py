@@ -202,7 +202,7 @@ class _Export:
         require(
             not self.obstacles,
             "No architecture of Hugging Face's transformers has: "
-            f"{'; '.join(self.obstacles)}. In brackets: the option of train.py for a model "
+            f"{'; '.join(self.obstacles)}. In brackets: the option of `gptlite train` for a model "
             "that can be exported.",
         )
         family = FAMILIES[fields["model_type"]]

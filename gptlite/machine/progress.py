@@ -35,7 +35,7 @@ def sentence_of(error: BaseException) -> str | None:
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
         return (
             "this does not fit into memory: use a smaller model or batch, or less at once "
-            "(train.py: --training.accumulation; sample.py: --num-samples; compare.py: "
+            "(in training, --training.accumulation; in samples, --num-samples; in a comparison, "
             "--seeds-at-once)."
         )
     return None

@@ -10,6 +10,7 @@ from typing import Any
 
 from gptlite.config import Config, MeshConfig, TrainingConfig
 from gptlite.errors import told
+from gptlite.machine.folders import cache_folder
 
 # Where Linux describes the processor.
 CPUINFO = Path("/proc/cpuinfo")
@@ -43,9 +44,9 @@ def set_up_jax(cpu_devices: int = 1) -> None:
     if "disallow" in str(guard):
         jax.config.update("jax_transfer_guard", "allow")
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        with contextlib.suppress(RuntimeError):  # a user without a home, in some containers
-            caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-            jax.config.update("jax_compilation_cache_dir", str(caches / "gptlite" / "xla"))
+        folder = cache_folder()
+        if folder is not None:
+            jax.config.update("jax_compilation_cache_dir", str(folder / "xla"))
     # By default, JAX does not keep programs that compile within a second. A run has several.
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)

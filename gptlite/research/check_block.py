@@ -18,38 +18,26 @@
     bfloat16    close to float32
     scan        a stack of blocks gives the same output unrolled and scanned
 
-From the command line: `python -m gptlite.research.check_block FILE.py:CLASS`. Options follow the
-name, as in `FILE.py:CLASS:rank=4`.
+From the command line: `gptlite check-block FILE.py:CLASS`. Options follow the name, as in
+`FILE.py:CLASS:rank=4`.
 """
 
-# First, because JAX refuses some values of its environment variables when it is imported.
-if __name__ == "__main__":
-    from gptlite.cli import exit_on_error, import_jax
-
-    with exit_on_error():
-        import_jax()
-
 import inspect
-import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 
-from gptlite.cli import CustomFiles, exit_on_error, parse_words
 from gptlite.config import ModelConfig
-from gptlite.custom import check_files, find_custom, load_class
 from gptlite.errors import UserError, require
 from gptlite.machine.fields import Count, Seed, check_value
-from gptlite.machine.names import is_custom, parse_options, split_options
 from gptlite.machine.pytrees import count_parameters, path_name
 from gptlite.research.checks import CHECKS, INPUT, inapplicable
 from gptlite.research.subject import Kind, make_subject
@@ -195,39 +183,3 @@ def describe(error: Exception) -> str:
         if not any(part in frame.filename for part in packages):
             return f"{what} ({Path(frame.filename).name}, line {frame.lineno})"
     return what
-
-
-def main(
-    block: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE.py:CLASS[:rank=4]")],
-    *,
-    zero_grad: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = (),
-    custom: CustomFiles = (),
-    bidirectional: bool = False,
-    debug: bool = False,
-) -> None:
-    """Check a block of your own, built as CLASS(config, key=key).
-
-    Args:
-        block: The file and the class, with the options of the class.
-        zero_grad: A parameter whose gradient is zero by design; may be given several times.
-        custom: A file with custom blocks, which may be executed; may be given several times. The
-            class may then be named alone.
-        bidirectional: Check an encoder's block, in which every output depends on every input.
-        debug: Show where in the code an error came from.
-    """
-    name, texts = split_options(block)
-    require(is_custom(name), f"A block is named as FILE.py:CLASS, got {block!r}.")
-    check_files(custom)
-    loaded = load_class(find_custom(name, custom))
-    options = parse_options(name, loaded, texts)
-    try:
-        causal = False if bidirectional else None
-        print(check_block(loaded, options=options, causal=causal, zero_grad=zero_grad))
-    except CheckError as error:
-        print(error)
-        sys.exit(1)
-
-
-if __name__ == "__main__":
-    with exit_on_error(debug="--debug" in sys.argv):
-        parse_words(main, sys.argv[1:], prog="python -m gptlite.research.check_block")

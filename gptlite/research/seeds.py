@@ -1,7 +1,7 @@
 """One model trained from several seeds at the same time, in one compiled program.
 
 The seeds have an axis of their own, which the devices share out; each device runs its seeds side by
-side (`jax.vmap`). Seed s gets the losses that it would get alone: `train.py --training.seed s`
+side (`jax.vmap`). Seed s gets the losses that it would get alone: `gptlite train --training.seed s`
 gives the same up to the order of sums.
 """
 
@@ -112,7 +112,7 @@ def fit_seeds(
 
     @eqx.filter_jit
     @eqx.filter_vmap
-    def draw(seed):  # as train.py does
+    def draw(seed):  # as in `gptlite train`
         return make_model(config.model, tokenizer, key=jax.random.split(jax.random.key(seed))[0])
 
     models = draw(jnp.asarray(filled, jnp.int32))

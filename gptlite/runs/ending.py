@@ -63,7 +63,7 @@ class Ending:
             return "Nothing has been saved yet."
         where = ", in every process" if process_count() > 1 else ""
         named = (*corpus_arguments(self._config.data), *custom_arguments(self._config.model))
-        resume = ["python", "train.py", "--resume", str(self._folder.path)]
+        resume = ["gptlite", "train", "--resume", str(self._folder.path)]
         words = [*resume, *named, *self._options, *options]
         return f"To resume from step {steps[0]}{where}:\n    {shlex.join(words)}"
 

@@ -84,7 +84,7 @@ def find_run(name: str | None) -> Path:
         newest = max(runs, key=_saved_at, default=None)
         if newest is None or not list_steps(newest):
             raise UserError(
-                f"There is no trained model in {RUNS_FOLDER.absolute()} yet: run `python train.py` "
+                f"There is no trained model in {RUNS_FOLDER.absolute()} yet: run `gptlite train` "
                 "first, in this folder, or name a run's folder with --run."
             )
         return newest

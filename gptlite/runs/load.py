@@ -95,7 +95,8 @@ def _checkpoint(run: Path, weights: Literal["best", "last"]) -> Path:
     require(
         newest_summary(run) is not None,
         f"The run {run} has no best weights: the record of {checkpoint_of(run, steps[0])} is "
-        "damaged. Use its last ones (sample.py --weights last), or resume it (train.py --resume).",
+        "damaged. Use its last ones (gptlite sample --weights last), or resume it (gptlite train "
+        "--resume).",
     )
     log(f"No checkpoint of {run} was evaluated: its last weights are used.")
     return checkpoint_of(run, steps[0])

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from gptlite.errors import UserError
 from gptlite.machine.files import write_atomically
 from gptlite.runs.metrics import Metrics
 
@@ -62,13 +63,18 @@ def losses(records: Sequence[Metrics]) -> "Figure":
 
 
 def blank(width: float, height: float) -> "Figure":
-    """An empty figure, its sizes in inches."""
+    """An empty figure, its sizes in inches.
+
+    **Raises:** `UserError` if Matplotlib is not installed.
+    """
     # Imported here: it takes a second. Not pyplot, which opens a window system. A figure that is
     # written to a file needs no backend, and MPLBACKEND may name one that this Python lacks, such
     # as a notebook's.
     backend = os.environ.pop("MPLBACKEND", None)
     try:
         from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError('A picture needs Matplotlib: pip install "gptlite-jax[plot]".') from error
     finally:
         if backend is not None:
             os.environ["MPLBACKEND"] = backend

@@ -64,7 +64,7 @@ class Run:
         - `prompt`: of one that is longer than the model's context, the model reads the end.
         - `max_new_tokens`: tokens to generate, at most.
         - `temperature`, `top_k`, `top_p`, `min_p`, `greedy`: see `gptlite.SamplingConfig`.
-        - `seed`: the same seed gives the same text, which is that of `sample.py`.
+        - `seed`: the same seed gives the same text, which is that of `gptlite sample`.
         - `stop`: the text ends before any of these strings.
 
         **Raises:** `UserError` if the prompt is empty, a character of it is not in the vocabulary,

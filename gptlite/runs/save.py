@@ -32,8 +32,8 @@ def save_run(
     overwrite: bool = False,
 ) -> Run:
     """Keep a model that was trained in Python as the run `runs/NAME`, which `gptlite.load`,
-    `sample.py`, `serve.py`, `gptlite.export` and `train.py --init-from` take. There is no state of
-    an optimizer in it, so that it cannot be resumed. Adapters are added to their matrices.
+    the commands `sample`, `serve`, `export` and `train --init-from` take. There is no state of an
+    optimizer in it, so that it cannot be resumed. Adapters are added to their matrices.
 
     **Arguments:**
 

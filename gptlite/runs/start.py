@@ -22,7 +22,7 @@ from jaxtyping import Array, Key
 from gptlite.cli import TrainArguments, check_start, settings
 from gptlite.config import Config
 from gptlite.custom import custom_arguments, load_custom
-from gptlite.errors import require
+from gptlite.errors import UserError, require
 from gptlite.machine.memory import require_memory
 from gptlite.machine.mesh import check_tensor, mesh_shape
 from gptlite.machine.names import parse_lora
@@ -168,7 +168,7 @@ class Resumed:
 
 @contextlib.contextmanager
 def start_run(arguments: TrainArguments) -> Iterator["TrainingRun"]:
-    """The run that `train.py`'s command line asks for: new, resumed, or begun from other weights.
+    """The run that the command line asks for: new, resumed, or begun from other weights.
 
     Joins the other processes of the run, if there are any, and sets JAX up. Nothing is written
     before `TrainingRun.create_folder`. The exit of the context waits until everything is saved, and
@@ -391,14 +391,14 @@ class TrainingRun:
             return
         try:
             save_picture(losses(self._metrics.lines()), self.path / "loss.png")
-        except OSError as error:
-            log(f"the curves could not be drawn: {error}")
+        except (OSError, UserError) as error:
+            log(f"loss.png is not drawn: {error}")
         # A prompt of characters that the tokenizer knows, for the suggested command.
         beginning = self.tokenizer.decode(split.train[:100])
         first_word = (beginning.split() or [beginning])[0]
         prompt = "ROMEO:" if self.corpus.name == "shakespeare" else first_word[:8]
         custom = custom_arguments(self.config.model)
-        command = ["python", "sample.py", "--run", str(self.path), *custom, f"--prompt={prompt}"]
+        command = ["gptlite", "sample", "--run", str(self.path), *custom, f"--prompt={prompt}"]
         log(
             f"best validation loss {best_val_loss:.4f} nats per token "
             f"({split.bits_per_byte(best_val_loss):.4f} bits per byte) "

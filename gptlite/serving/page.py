@@ -52,7 +52,7 @@ from gptlite.text.tokenizer import Tokenizer, n_bytes
 FILES = Path(__file__).with_name("web")
 # Where they are served. They hold no secret, and a browser cannot send a key for them.
 STATIC = "/static"
-# Where compare.py writes, and the picture in each folder.
+# Where comparisons are written, and the picture in each folder.
 COMPARISONS_FOLDER, PICTURE = Path("comparisons"), "comparison.png"
 MAX_PICTURE = 2**24
 # Points of a curve: about one for each column of the picture.
@@ -150,7 +150,7 @@ class PageEndpoints(Endpoints):
         return await self._off_loop("runs", work)
 
     async def config(self, request: Request) -> Response:
-        """The settings of a run, as options of train.py."""
+        """The settings of a run, as options of `gptlite train`."""
         path = _folder(RUNS_FOLDER, request.path_params["name"], "config.json")
         with bad_request():
             config = load_config(path / "config.json")

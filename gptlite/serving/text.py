@@ -218,5 +218,5 @@ def _row_key(seed, number):
 
 @functools.lru_cache(maxsize=4096)
 def row_key(seed: int, number: int) -> UInt[np.ndarray, "2"]:
-    """The key of text `number` of a seed: that of `sample.py`."""
+    """The key of text `number` of a seed: that of `gptlite sample`."""
     return np.asarray(_row_key(np.uint32(seed), np.uint32(number)))

@@ -53,7 +53,7 @@ pytestmark = pytest.mark.peers
 @pytest.fixture(scope="module", params=COMPILERS)
 def target(request) -> str:
     if importlib.util.find_spec(COMPILERS[request.param]) is None:
-        pytest.skip('needs the compilers: pip install -e ".[aot]"')
+        pytest.skip('needs the compilers: pip install "gptlite-jax[aot]"')
     return request.param
 
 

@@ -33,7 +33,7 @@ SAMPLE = ["--prompt", "The", "--max-new-tokens", "20", "--seed", "3"]
 
 
 def export(place: Path, *words: str) -> SimpleNamespace:
-    return run_script("gptlite/export.py", *words, folder=place)
+    return run_script("gptlite", "export", *words, folder=place)
 
 
 @pytest.fixture(scope="module")

@@ -98,7 +98,7 @@ def test_processes_that_were_given_different_settings_end_before_they_train(tmp_
 def test_a_signal_before_training_ends_all_processes(tmp_path):
     program = (
         "import signal, sys, time\n"
-        "import train\n"
+        "from gptlite.scripts import train\n"
         "from gptlite.runs import start\n"
         "def wait(name):\n"
         "    if sys.argv[-1] == '1':\n"
@@ -124,7 +124,7 @@ def test_a_port_that_is_taken_is_refused(tmp_path):
 
 # A state of so few bytes is not compared with the free memory otherwise.
 ASK = """
-import train
+from gptlite.scripts import train
 from gptlite.machine import memory
 require = memory.require_memory
 def ask(*arguments):

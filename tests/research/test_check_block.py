@@ -18,7 +18,8 @@ from gptlite.errors import UserError
 from gptlite.models.gpt import GPT
 from gptlite.nn import WHOLE_SEQUENCE, Linear, RMSNorm, Rotary
 from gptlite.nn.cache import write_at
-from gptlite.research.check_block import SMALL, CheckError, check_block, main
+from gptlite.research.check_block import SMALL, CheckError, check_block
+from gptlite.scripts.check_block import check
 
 D = 16
 
@@ -480,7 +481,7 @@ def test_the_command_line(tmp_path, capsys):
     def run(*words):
         try:
             with exit_on_error():
-                parse_words(main, words, prog="check_block")
+                parse_words(check, words, prog="check_block")
         except SystemExit as stop:
             return stop.code, capsys.readouterr()
         return 0, capsys.readouterr()

@@ -252,7 +252,7 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_is_followed_by_the_next(
 
 def test_no_run_yet_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"run `python train\.py` first"):
+    with pytest.raises(UserError, match=r"run `gptlite train` first"):
         find.find_run(None)
 
 

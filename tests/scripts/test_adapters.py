@@ -89,7 +89,7 @@ def test_a_run_that_is_resumed_ends_as_if_it_had_not_stopped(place, way, tmp_pat
 def test_samples_exports_and_other_runs_have_the_whole_model(place, way):
     sample = ["--prompt", "The", "--max-new-tokens", "20", "--greedy"]
     text = run("sample.py", "--run", way, *sample, folder=place)
-    run("gptlite/export.py", way, f"{way}-hf", folder=place)
+    run("gptlite", "export", way, f"{way}-hf", folder=place)
     assert run("sample.py", "--run", f"hf:{way}-hf", *sample, folder=place) == text
     more = TUNE.replace("base", way).split()
     still = ["--optimizer.learning-rate", "0", "--run", f"{way}-more"]

@@ -15,6 +15,8 @@ from support.ambient import TINY
 
 pytestmark = pytest.mark.processes
 
+GPTLITE = "from gptlite.scripts import main; main()"
+
 # Characters that the encodings of some consoles do not have are in all that is printed.
 UNI = TEXT + "→é\n" * 20
 
@@ -150,16 +152,15 @@ def test_a_setting_that_jax_or_equinox_refuses_is_told_in_a_sentence(place, sett
 @pytest.mark.parametrize(
     "words",
     [
-        ["-m", "gptlite.research.check_block", "x.py:Block"],
-        ["train.py", "--init-from", "hf:nowhere"],
-        ["-m", "gptlite.estimate", "--init-from", "hf:nowhere"],
+        ["check-block", "x.py:Block"],
+        ["train", "--init-from", "hf:nowhere"],
+        ["estimate", "--init-from", "hf:nowhere"],
     ],
     ids=str,
 )
 def test_a_setting_that_jax_refuses_is_told_wherever_jax_is_imported(place, words):
-    words = [str(ROOT / x) if x.endswith(".py") else x for x in words[:1]] + words[1:]
     done = subprocess.run(
-        [sys.executable, *words],
+        [sys.executable, "-c", GPTLITE, *words],
         cwd=place,
         env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_ENABLE_X64": "maybe"},
         capture_output=True,
@@ -221,11 +222,11 @@ def test_python_and_a_script_make_the_same_text_under_x64(place):
     assert done.stdout.decode().strip() == text.strip(), done.stderr
 
 
-@pytest.mark.parametrize("module", ["export", "research.check_block", "estimate"])
-def test_ctrl_c_ends_a_module_from_the_first_moment(place, module):
+@pytest.mark.parametrize("script", ["export", "check-block", "estimate"])
+def test_ctrl_c_ends_the_command_from_the_first_moment(place, script):
     for delay in (0.2, 0.3, 0.4, 0.6, 0.9):
         process = subprocess.Popen(
-            [sys.executable, "-m", f"gptlite.{module}", "a.py:B", "b"],
+            [sys.executable, "-c", GPTLITE, script, "a.py:B", "b"],
             cwd=place,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,

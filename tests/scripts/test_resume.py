@@ -12,11 +12,11 @@ from conftest import TEXT, run_script
 from support.kill_loop import ROOT, compare, kill_loop, metrics, settings, start
 
 import gptlite
-import train
 from gptlite.errors import UserError
 from gptlite.runs.display import Display
 from gptlite.runs.find import list_steps
 from gptlite.runs.stored import best_step
+from gptlite.scripts import train
 from gptlite.training.step import TrainSteps
 
 STEPS = 150
@@ -146,7 +146,7 @@ def test_a_signal_saves_and_says_how_to_resume(tmp_path):
     said = process.stdout.read()
     assert process.wait() == 130
     assert "Traceback" not in said
-    assert "python train.py --resume runs/one --data.corpus text.txt" in said
+    assert "gptlite train --resume runs/one --data.corpus text.txt" in said
     (step,) = list_steps(tmp_path / "runs" / "one")
     assert f"stopped at step {step} of 100000" in said
     # And what it said works.
@@ -208,7 +208,7 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(tmp_path):
     error, command, *more = process.stderr.splitlines()
     assert not more, process.stderr
     assert "cannot be written: File too large. To resume from step 150:" in error
-    assert command.strip() == "python train.py --resume runs/one --data.corpus text.txt"
+    assert command.strip() == "gptlite train --resume runs/one --data.corpus text.txt"
     kept = tmp_path / "runs" / "one" / "checkpoints" / "150"
     assert all(p.read_bytes() == before[p] for p in kept.rglob("*") if p.is_file())
 

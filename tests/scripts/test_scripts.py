@@ -20,16 +20,15 @@ from conftest import ROOT, TEXT, run_script
 from support.runs import weights
 
 import gptlite
-import sample
-import train
 from gptlite.cli import exit_on_error, parse_sample, parse_train, parse_words
 from gptlite.errors import UserError
-from gptlite.estimate.__main__ import estimate, parse_estimate
 from gptlite.generation.text import TextStream
 from gptlite.machine.progress import log
 from gptlite.machine.pytrees import count_parameters
 from gptlite.presets import PRESETS
 from gptlite.runs.load import load
+from gptlite.scripts import sample, train
+from gptlite.scripts.estimate import estimate, parse_estimate
 
 TINY = [
     "--model.n-layers",
@@ -132,7 +131,7 @@ def test_piped_output_is_plain_lines_that_end_with_the_next_command(place):
     for words in ("step 20/30", "validation loss", "    | ", "best validation loss"):
         assert words in log
     last = log.strip().splitlines()[-1].strip()
-    assert last == "python sample.py --run runs/one --prompt=The"
+    assert last == "gptlite sample --run runs/one --prompt=The"
 
 
 def test_sampling_writes_the_text_and_nothing_else_and_the_same_again(place):
@@ -326,7 +325,7 @@ def test_sampling_without_a_run_says_what_to_do(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     code, error = run_main(sample, ["--prompt", "T"], monkeypatch, capsys)
     assert code == 2
-    assert "run `python train.py` first" in error
+    assert "run `gptlite train` first" in error
 
 
 @pytest.mark.parametrize(
@@ -394,7 +393,7 @@ def test_an_estimate_is_of_the_model_that_a_run_begins_from(place, monkeypatch, 
         (["--for", "h100"], "--for must be a GPU and how many of them"),
         (["--resume", "x"], "unrecognized"),
         (["--model.separate-documents", "--data.corpus", "pydoc"], "an end-of-text token"),
-        (["--model.n-layers", "2", "s"], "preset comes first: python -m gptlite.estimate s"),
+        (["--model.n-layers", "2", "s"], "preset comes first: gptlite estimate s"),
     ],
 )
 def test_an_estimate_refuses_what_it_cannot_do(words, said, capsys):

@@ -42,12 +42,12 @@ def missing(command: str) -> str | None:
 
 
 def run_here(command: str, folder: Path) -> None:
-    """**Raises:** `SystemExit` if the command, a Python script in `folder`, fails."""
+    """**Raises:** `SystemExit` if the command, a Python script in `folder` or `gptlite`, fails."""
     command, _, file = command.partition(" > ")
     typed, _, command = command.rpartition(" | ")
     typed = shlex.split(typed)[-1] if typed else ""
-    _, name, *words = shlex.split(command)
-    done = run_script(name, *words, folder=folder, stdin=typed)
+    words = shlex.split(command)
+    done = run_script(*words[words[0] == "python" :], folder=folder, stdin=typed)
     if done.code:
         sys.exit(f"{command} failed:\n{done.out[-2000:]}\n{done.err[-4000:]}")
     if file:
@@ -70,7 +70,7 @@ def serve(command: str, folder: Path) -> None:
 
     **Raises:** `SystemExit` if that fails.
     """
-    run_here(f"python train.py {TRAIN} --run NAME", folder)
+    run_here(f"gptlite train {TRAIN} --run NAME", folder)
     process = subprocess.Popen(
         shlex.split(command),
         cwd=folder,
@@ -98,7 +98,7 @@ def run(command: str, folder: Path) -> None:
         print(f"skipped, because {lacking}: {command}", flush=True)
         return
     began = time.monotonic()
-    if command.startswith("python serve.py"):
+    if command.startswith(("python serve.py", "gptlite serve")):
         serve(command, folder)
     elif is_nightly(command) or "--mesh" in command:
         run_in_process(command, folder)
@@ -112,19 +112,19 @@ def main() -> None:
     parser.add_argument("pages", nargs="*", metavar="PAGE.md", help="only these pages")
     parser.add_argument("--nightly", action="store_true", help="benchmarks and soaks as well")
     arguments = parser.parse_args()
-    names = [page.name for page in PAGES]
+    names = [page.relative_to(ROOT).as_posix() for page in PAGES]
     for name in arguments.pages:
         if name not in names:
             parser.error(f"there is no page {name}; there are {', '.join(names)}")
     done: set[str] = set()
     left_out = 0
     with tempfile.TemporaryDirectory() as name:
-        for page in PAGES:
-            if arguments.pages and page.name not in arguments.pages:
+        for page, title in zip(PAGES, names, strict=True):
+            if arguments.pages and title not in arguments.pages:
                 continue
-            print(page.relative_to(ROOT), flush=True)
-            folder = Path(name) / page.stem
-            folder.mkdir()
+            print(title, flush=True)
+            folder = Path(name) / title.removesuffix(".md")
+            folder.mkdir(parents=True)
             make_files(folder)
             text = page.read_text(encoding="utf-8")
             for command in filter(None, map(shrink, commands(text))):

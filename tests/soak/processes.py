@@ -86,7 +86,7 @@ def meshes(folder: Path) -> None:
 # Files of process 1 end at 20 kB.
 FULL_DISK = """
 import pathlib, resource, sys
-import train
+from gptlite.scripts import train
 from gptlite.runs import saving
 publish = saving.publish
 def noted(sentence):
@@ -164,7 +164,7 @@ def divergence(folder: Path) -> None:
 # A text of more than 100 characters goes to a file, which takes three seconds.
 TOKEN_FILE = """
 import functools, pathlib, time
-import train
+from gptlite.scripts import train
 from gptlite.text import tokens
 encode = tokens._encode
 def slow(*arguments):

@@ -41,6 +41,8 @@ import jax.numpy as jnp
 import pyarrow
 from pyarrow import parquet
 
+from gptlite import scripts
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # also for the process that runs the scripts
 
@@ -55,9 +57,9 @@ TINY = (
 )
 TRAIN = TINY.split()
 COMPARE = [*TRAIN, "--seeds", "2", "--vary", "model.norm=layer", "--name", "kept"]
-CHECK_BLOCK, EXPORT = "gptlite.research.check_block", "gptlite.export"
+CHECK_BLOCK, EXPORT = "check-block", "export"
 CHAT, DATASET = "support.chat_once", "support.dataset_once"
-ESTIMATE = "gptlite.estimate"
+ESTIMATE = "estimate"
 BLOCK = """
 import equinox as eqx
 import jax.numpy as jnp
@@ -852,13 +854,14 @@ def serve() -> None:
         with contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.redirect_stdout(out))
             stack.enter_context(contextlib.redirect_stderr(err))
-            stack.enter_context(mock.patch.object(sys, "argv", [f"{script}.py", *argv]))
+            stack.enter_context(mock.patch.object(sys, "argv", ["gptlite", script, *argv]))
             stack.enter_context(mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO())))
             try:
-                if script in (CHECK_BLOCK, EXPORT, ESTIMATE, CHAT, DATASET):
+                if script in (CHAT, DATASET):
+                    del sys.argv[0]
                     runpy.run_module(script, run_name="__main__")
                 else:
-                    runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")
+                    scripts.main()
             except SystemExit as stop:
                 code = stop.code or 0
             except BaseException:

@@ -31,7 +31,7 @@ def slowed(function, seconds):
     return slow
 os.rename, os.replace = slowed(os.rename, 0.1), slowed(os.replace, 0.1)
 os.fsync = slowed(os.fsync, 0.02)
-import train
+from gptlite.scripts import train
 train.main()
 """
 

@@ -16,9 +16,9 @@ import tyro
 from conftest import PLAY, ROOT, TEXT, run_script
 
 from gptlite.cli import parse_compare, parse_sample, parse_serve, parse_train
-from gptlite.estimate.__main__ import parse_estimate
+from gptlite.scripts.estimate import parse_estimate
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SMALL = (
     "--model.n-layers 1 --model.n-heads 2 --model.d-model 16 --model.context-length 16 "
     "--training.batch-size 8 --training.accumulation 1 --training.steps 20 "
@@ -30,45 +30,46 @@ TRAIN = f"{SMALL} --data.corpus text.txt"
 RULES: dict[str, str | None] = {
     "pip install -e . && python train.py": TRAIN,
     'pip install -e ".[test]" && pytest': None,
-    'pip install -e ".[bench]"': None,
+    'pip install "gptlite-jax[bench]"': None,
     'pip install -e ".[tour]" && jupyter lab': None,
     'pip install -e ".[serve]" && python serve.py': "--port 0",
-    'pip install -e ".[serve]" "transformers[serving]"': None,
+    'pip install "gptlite-jax[serve]" && gptlite serve': "--port 0",
+    'pip install "gptlite-jax[serve]" "transformers[serving]"': None,
     "python benchmarks/serve.py": "--clients 1 2 --seconds 1 --rounds 1",
     "python benchmarks/page.py": f'--train "{TRAIN.replace("text.txt", "$PWD/text.txt")}"',
     "python tests/soak/serve.py": "--requests 300",
-    "python -m gptlite.research.check_block": "",
-    "python train.py --resume runs/NAME": None,  # the next command, in general
-    "python train.py --init-from": (
+    "gptlite check-block": "",
+    "gptlite train --resume runs/NAME": None,  # the next command, in general
+    "gptlite train --init-from": (
         "--data.corpus text.txt --model.context-length 8 --training.batch-size 8 "
         "--training.steps 4 --training.eval-every 2 --training.sample-tokens 4"
     ),
     # The prompts of benchmarks/pretrained.py and their continuations fit into the context.
-    "python train.py portable": (
+    "gptlite train portable": (
         f"{TRAIN.replace('context-length 16', 'context-length 160')} --data.tokenizer byte"
     ),
-    "python -m gptlite.export": "",
+    "gptlite export": "",
     "python benchmarks/pretrained.py": "",
-    "python train.py --resume": "--data.corpus text.txt --training.steps 30",
-    "python -m gptlite.estimate m": "--data.corpus text.txt",
-    "python -m gptlite.estimate gpt2": (
+    "gptlite train --resume": "--data.corpus text.txt --training.steps 30",
+    "gptlite estimate m": "--data.corpus text.txt",
+    "gptlite estimate gpt2": (
         "--model.n-layers 1 --model.n-heads 2 --model.d-model 16 --model.context-length 16 "
         "--data.corpus text.txt --data.tokenizer byte"
     ),
-    "python train.py --data.corpus": SMALL,
-    'pip install -e ".[cuda]"': None,
-    'pip install -e ".[tensorboard,wandb,trackio]"': None,
-    "python train.py gpt2 --distributed": None,  # waits for the other: see test_processes.py
+    "gptlite train --data.corpus": SMALL,
+    'pip install "gptlite-jax[cuda]"': None,
+    'pip install "gptlite-jax[tensorboard,wandb,trackio]"': None,
+    "gptlite train gpt2 --distributed": None,  # waits for the other: see test_processes.py
     # The preset's own batch, and a sample.
-    "python train.py gpt2": (
+    "gptlite train gpt2": (
         "--model.n-layers 1 --model.n-heads 2 --model.d-model 16 --model.context-length 16 "
         "--training.steps 3 --data.corpus text.txt --data.tokenizer byte"
     ),
-    "python train.py": TRAIN,
-    "python sample.py": "--max-new-tokens 5",
+    "gptlite train": TRAIN,
+    "gptlite sample": "--max-new-tokens 5",
     "echo -n": "",
-    "python compare.py --vary model.separate-documents": f"{SMALL} --seeds 2",
-    "python compare.py": f"{TRAIN} --seeds 2",
+    "gptlite compare --vary model.separate-documents": f"{SMALL} --seeds 2",
+    "gptlite compare": f"{TRAIN} --seeds 2",
     "python benchmarks/quality.py": TRAIN.replace("text.txt", "$PWD/text.txt"),
     "python benchmarks/gpu.py": (
         "--cpu --shapes S --rounds 1 --steps 2 --peak 0.5 --loss 9 "
@@ -98,6 +99,9 @@ RULES: dict[str, str | None] = {
     "python examples/masked.py": "--steps 2 --corpus play.txt",
     "python examples/reverse.py": "--steps 2",
     "python examples/": "--steps 2 --corpus words.txt",
+    "python train.py": TRAIN,
+    "python sample.py": "--max-new-tokens 5",
+    "python compare.py": f"{TRAIN} --seeds 2",
 }
 # What the Python blocks take as given.
 GIVEN = """
@@ -122,10 +126,11 @@ class LowRankMLP(SineMLP):
 
 
 PARSERS: dict[str, Callable[[list[str]], Any]] = {
-    "train.py": parse_train,
-    "sample.py": parse_sample,
-    "serve.py": parse_serve,
-    "compare.py": parse_compare,
+    "train": parse_train,
+    "sample": parse_sample,
+    "serve": parse_serve,
+    "compare": parse_compare,
+    "estimate": parse_estimate,
 }
 
 
@@ -138,8 +143,10 @@ def is_nightly(command: str) -> bool:
 
 def commands(page: str) -> list[str]:
     """The commands on a page: indented lines, and those in tables."""
-    found = re.findall(r"^    ((?:pip|python|echo) .*?)(?:  +#.*)?$", page, flags=re.MULTILINE)
-    return found + re.findall(r"^\|.*?`(python [^`]*)` \|", page, flags=re.MULTILINE)
+    found = re.findall(
+        r"^    ((?:pip|python|gptlite|echo) .*?)(?:  +#.*)?$", page, flags=re.MULTILINE
+    )
+    return found + re.findall(r"^\|.*?`((?:python|gptlite) [^`]*)` \|", page, flags=re.MULTILINE)
 
 
 def shrink(command: str) -> str | None:
@@ -153,8 +160,7 @@ def shrink(command: str) -> str | None:
     more = RULES[beginning]
     if more is None:
         return None
-    command = command.removeprefix("pip install -e . && ")
-    command = command.removeprefix('pip install -e ".[serve]" && ')
+    command = re.sub(r"^pip install .*? && ", "", command)
     command = command.replace("roneneldan/TinyStories", "./stories")
     if command.startswith("python benchmarks/serve.py"):  # needs a model's folder
         command = command.replace(" laptop SmolLM2-135M/", "")
@@ -231,17 +237,15 @@ def check_words(command: str) -> None:
     **Raises:** `AssertionError`, `SystemExit` or `UserError` if it refuses them.
     """
     words = shlex.split(re.sub(r"^pip install .*? && |.*\| |>.*", "", command))
-    if words[0] != "python":
+    if words[0] not in ("python", "gptlite"):
         return
-    if words[1:3] == ["-m", "gptlite.estimate"]:
-        parse_estimate(words[3:])
-        return
-    if words[1] in PARSERS:
+    script = words[1].removesuffix(".py")
+    if script in PARSERS:
         # The folder of a run that does not exist would be read.
         rest = " ".join(word for word in words[2:] if "runs/" not in word and word != "--resume")
         rest = re.sub(r"--(init-from|model\.lora) \S+ ?", "", rest)
-        PARSERS[words[1]](rest.split() if words[1] == "train.py" else words[2:])
+        PARSERS[script](rest.split() if script == "train" else words[2:])
         return
     with parsing_alone(), contextlib.suppress(ParsedError):
-        done = run_script(*words[1:], folder=ROOT)
+        done = run_script(*words[words[0] == "python" :], folder=ROOT)
         raise AssertionError(done.err or f"{command} has not parsed its words")

@@ -6,7 +6,7 @@ H100 writes in place of 29.9 GB:
 
     thrice 30.5    add_by_rows 31.1    add_to_each 30.0
 
-(`python -m gptlite.estimate gpt2 --training.accumulation 1 --for h100:1`, JAX 0.10.2.)
+(`gptlite estimate gpt2 --training.accumulation 1 --for h100:1`, JAX 0.10.2.)
 """
 
 import math

@@ -12,7 +12,7 @@ async function request(path, options = {}) {
     answer = await fetch(path, { ...options, headers });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Error("The server does not answer. Is serve.py running?");
+    throw new Error("The server does not answer. Is gptlite serve running?");
   }
   if (answer.status === 401) {
     if (key) showError(new Error("The key is wrong."));

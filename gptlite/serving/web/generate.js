@@ -72,7 +72,7 @@ function connectKnobs() {
     say();
   }
   for (const label of document.querySelectorAll(".knob label")) label.control.title = label.title;
-  $("temperature").min = 0; // greedy, for which sample.py has an option
+  $("temperature").min = 0; // greedy, for which gptlite sample has an option
 }
 
 /** The settings of a request. */

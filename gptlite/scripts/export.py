@@ -1,4 +1,4 @@
-"""Write a run in Hugging Face's format: `python -m gptlite.export RUN FOLDER`."""
+"""Write a run in Hugging Face's format: `gptlite export RUN FOLDER`."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ from gptlite.machine.progress import log
 from gptlite.runs.find import find_run
 
 
-def main(
+def export(
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")],
     *,
@@ -21,7 +21,7 @@ def main(
     for AutoModelForCausalLM and AutoTokenizer of transformers.
 
     Args:
-        run: The run's folder, or its name in runs/; or hf:NAME, as sample.py takes it.
+        run: The run's folder, or its name in runs/; or hf:NAME, as `gptlite sample` takes it.
         folder: A new folder.
         debug: Show where in the code an error came from.
     """
@@ -45,6 +45,6 @@ def main(
     log(f"{folder} is written: AutoModelForCausalLM.from_pretrained({str(folder)!r}) loads it")
 
 
-if __name__ == "__main__":
+def main() -> None:
     with exit_on_error(debug="--debug" in sys.argv):
-        parse_words(main, sys.argv[1:], prog="python -m gptlite.export")
+        parse_words(export, sys.argv[1:])

@@ -1,4 +1,4 @@
-"""A model's memory and time, untrained: `python -m gptlite.estimate PRESET --for h100:8`."""
+"""A model's memory and time, untrained: `gptlite estimate PRESET --for h100:8`."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ class EstimateArguments:
     """Print a model as a table, with parameters, FLOPs and memory; or, for devices that need not be
     there, what a step of its training takes.
 
-    The options below start from PRESET. Those given after it change it, as with train.py."""
+    The options below start from PRESET. Those given after it change it, as with `gptlite train`."""
 
     preset: PresetName = DEFAULT_PRESET  # pyright: ignore[reportInvalidTypeForm]
 
@@ -25,7 +25,7 @@ class EstimateArguments:
     """Compile the training step for these devices, and print memory, whether it fits, FLOPs, what
     devices exchange, and the least time that a step can take. h100:8, a100:8 or b200:8 are so many
     GPUs, v5e:4x4, v5p:8x8x8 or v6e:16x16 a slice of a TPU. Nothing is run. Needs the compilers:
-    pip install -e ".[aot]"."""
+    pip install "gptlite-jax[aot]"."""
 
     fit: Literal["batch"] | None = None
     """With --for: look for the largest batch that fits, beginning with --training.batch-size, and
@@ -33,7 +33,8 @@ class EstimateArguments:
 
     init_from: str | None = None
     """The shape and the tokenizer of a run, its folder or its name in runs/, or of hf:FOLDER or
-    hf:NAME, a model in Hugging Face's format; as train.py's --init-from."""
+    hf:NAME, a model in Hugging Face's format; as --init-from of
+    `gptlite train`."""
 
     custom: CustomFiles = ()
     """A file with custom blocks, which may be executed; may be given several times."""
@@ -52,12 +53,10 @@ class EstimateArguments:
 
 def parse_estimate(argv: Sequence[str]) -> EstimateArguments:
     """The command line. `argv` is without the program's name."""
-    arguments, preset = parse_config(
-        EstimateArguments, argv, prog="python -m gptlite.estimate", resumes=False
-    )
+    arguments, preset = parse_config(EstimateArguments, argv, resumes=False)
     require(
         arguments.preset == preset,
-        f"The preset comes first: python -m gptlite.estimate {arguments.preset} ...",
+        f"The preset comes first: gptlite estimate {arguments.preset} ...",
     )
     return arguments
 
@@ -114,5 +113,5 @@ def estimate(arguments: EstimateArguments) -> None:
         print(report(compile_step(model, steps), hardware))
 
 
-if __name__ == "__main__":
+def main() -> None:
     run_script(estimate, parse_estimate)
