@@ -1,0 +1,47 @@
+"""The site, built and read as files, without a server and without a network."""
+
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+webdriver = pytest.importorskip("selenium.webdriver")
+import chromium  # noqa: E402
+from selenium.webdriver.common.keys import Keys  # noqa: E402
+
+ZENSICAL = shutil.which("zensical", path=str(Path(sys.executable).parent))
+pytestmark = [
+    pytest.mark.peers,
+    pytest.mark.skipif(ZENSICAL is None, reason="needs zensical"),
+    pytest.mark.skipif(None in chromium.PROGRAMS, reason="needs chromium and chromium-driver"),
+]
+
+
+def test_the_site_is_searched_offline():
+    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    done = subprocess.run(
+        ["bash", ".ci/site"], cwd=ROOT, env={"PATH": path}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+    driver = chromium.start()
+    try:
+        driver.get((ROOT / "site" / "docs" / "faq.html").as_uri())
+        typed = webdriver.ActionChains(driver)
+        typed.key_down(Keys.CONTROL).send_keys("k").key_up(Keys.CONTROL).perform()
+        for letter in "rotary":
+            time.sleep(0.2)  # what is typed is searched letter by letter
+            webdriver.ActionChains(driver).send_keys(letter).perform()
+        for _ in range(50):  # until something is found, which is shown in a closed tree
+            time.sleep(0.2)
+            webdriver.ActionChains(driver).send_keys(Keys.ENTER).perform()
+            if "#gptlite.nn.Rotary" in driver.current_url:
+                break
+        else:
+            pytest.fail("nothing was found")
+        assert not [entry for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
+    finally:
+        driver.quit()
