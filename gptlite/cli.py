@@ -29,6 +29,7 @@ from gptlite.machine.printed import printable
 from gptlite.machine.processes import DistributedConfig
 from gptlite.machine.progress import print_error, sentence_of
 from gptlite.machine.stop import ends_on_ctrl_c
+from gptlite.machine.text_files import read_text
 from gptlite.presets import PRESETS
 from gptlite.runs.find import find_run
 from gptlite.runs.saved_config import corpus_arguments, load_config
@@ -518,10 +519,10 @@ def read_prompt(arguments: SampleArguments) -> str:
                 print("type the prompt, then Ctrl-D", file=sys.stderr)
             content = sys.stdin.buffer.read(MAX_PROMPT + 1)
         require(len(content) <= MAX_PROMPT, f"The prompt has more than {MAX_PROMPT:,} bytes.")
-        return content.decode("utf-8").removeprefix("\ufeff")  # a byte-order mark
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         source = arguments.prompt_file or "standard input"
         raise UserError(f"The prompt cannot be read from {source}: {error}.") from error
+    return "".join(read_text(io.BytesIO(content), arguments.prompt_file or "The prompt"))
 
 
 def parse_serve(argv: Sequence[str]) -> ServeArguments:

@@ -10,6 +10,7 @@ import codecs
 import contextlib
 import functools
 import glob
+import io
 import itertools
 import json
 import os
@@ -57,6 +58,8 @@ ROWS, PART = 1000, 2**20
 RESUMING = 20
 # Seconds after which the process ends if nothing is being read: it has some 150 MB.
 IDLE = 30
+# Seconds after which it ends even while it answers: who has asked waits no longer, or is gone.
+ALONE = 900
 # Seconds that a server may take to say what changes with a file.
 MARK_SECONDS = 5.0
 # Characters of a text.
@@ -197,7 +200,7 @@ class Dataset:
 
             def tables_of_groups(files: Any, row_groups_list: Any) -> Iterator[Any]:
                 for shard, (file, groups) in enumerate(zip(files, row_groups_list, strict=True)):
-                    with xopen(file, "rb") as content:
+                    with _opened(file) as content:
                         reader = parquet.ParquetFile(content)
                         self._check_kind(reader.schema_arrow, file)
                         # Files may differ in their other columns, and in how they keep texts.
@@ -218,7 +221,7 @@ class Dataset:
             def tables_of_texts(base_files: Any, files_iterables: Any) -> Iterator[Any]:
                 for shard, files in enumerate(files_iterables):
                     for file in files:
-                        with xopen(file, "rb") as content:
+                        with _opened(file) as content:
                             pieces = pandas.read_csv(content, **options)
                             for number, rows in enumerate(pieces):
                                 if self._column:  # files may differ in the others
@@ -236,7 +239,7 @@ class Dataset:
         firsts = [files[0] for files in splits.values() if files]
         for shard, (base, files) in enumerate(zip(base_files, files_iterables, strict=True)):
             for place, file in enumerate(files):
-                with xopen(file, "rb") as content:
+                with _opened(file) as content:
                     pieces = read_text(content, file)  # pyright: ignore[reportArgumentType]
                     for number, piece in enumerate(pieces):
                         begin = "\n" if number == 0 and (place or base not in firsts) else ""
@@ -263,7 +266,7 @@ class Dataset:
         for shard, files in enumerate(files_iterables):
             for file in files:
                 keys: set[str] = set()
-                with xopen(file, "rb") as content:
+                with _opened(file) as content:
                     for number, rows in enumerate(_json_rows(content)):
                         keys.update(*rows)
                         names = [self._column] if self._column else _text_keys(rows)
@@ -349,6 +352,12 @@ def _check_files(source: str, builder: Any) -> list[str]:
 def _files(builder: Any) -> list[str]:
     """The files of a dataset."""
     return list(itertools.chain.from_iterable((builder.config.data_files or {}).values()))
+
+
+def _opened(file: str) -> Any:
+    """A file that says that it has no bytes is not read: to read /proc/kmsg waits for ever."""
+    is_empty = "://" not in file and os.stat(file).st_size == 0
+    return io.BytesIO() if is_empty else xopen(file, "rb")
 
 
 def _mark(file: str) -> str:
@@ -475,14 +484,13 @@ def main(seconds: int, memory: int) -> None:
             signal.alarm(idle)
 
     def answer_or_error(question: dict[str, Any]) -> dict[str, Any]:
-        end_after(0)
+        end_after(ALONE)
         try:
             return answer(question)
         except UserError as error:
             return {"error": str(error)}
         finally:
-            if not readings:
-                end_after(IDLE)
+            end_after(0 if readings else IDLE)
 
     answer_lines(answer_or_error, seconds, memory)
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import equinox as eqx
 import jax
+import numpy as np
 from jaxtyping import Array, Key
 
 from gptlite.cli import TrainArguments, check_start, settings
@@ -394,7 +395,8 @@ class TrainingRun:
         except (OSError, UserError) as error:
             log(f"loss.png is not drawn: {error}")
         # A prompt of characters that the tokenizer knows, for the suggested command.
-        beginning = self.tokenizer.decode(split.train[:100])
+        ids = split.train[:100]
+        beginning = self.tokenizer.decode(ids[~np.isin(ids, self.tokenizer.end_ids)])
         first_word = (beginning.split() or [beginning])[0]
         prompt = "ROMEO:" if self.corpus.name == "shakespeare" else first_word[:8]
         custom = custom_arguments(self.config.model)

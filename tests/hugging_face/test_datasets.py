@@ -770,6 +770,15 @@ def test_a_folder_whose_name_is_a_pattern_is_refused(tmp_path):
     assert list(documents(tmp_path / "a *?:]b").read(None)) == ["a"]
 
 
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="needs Linux")
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+def test_a_file_of_no_size_is_not_read(tmp_path, suffix):
+    """Some never end, and some wait for ever."""
+    (tmp_path / f"a.{suffix}").write_text("one" if suffix == "txt" else lines(["one"]))
+    (tmp_path / f"b.{suffix}").symlink_to("/proc/self/cmdline")
+    assert "".join(documents(tmp_path).read(None)).strip() == "one"
+
+
 @pytest.mark.parametrize("card", [False, True])
 def test_files_behind_a_link_to_a_folder_are_in_no_dataset(tmp_path, card):
     (tmp_path / "outside").mkdir()

@@ -247,6 +247,16 @@ def test_a_prompt_file_keeps_its_line_ends(place, monkeypatch, capsys):
     assert "'\\r' (U+000D) in 'The\\r\\n'" in error
 
 
+def test_a_prompt_in_another_encoding_is_told_as_a_text_is(place, monkeypatch, capsys):
+    (place / "latin.txt").write_bytes("café".encode("latin-1"))
+    code, error = run_main(
+        sample, ["--prompt-file", str(place / "latin.txt"), "--run", str(place / "runs" / "one")],
+        monkeypatch, capsys,
+    )  # fmt: skip
+    assert code == 2
+    assert "latin.txt is not UTF-8 text: byte 3 is 0xe9. If it is in another encoding" in error
+
+
 def test_ctrl_c_and_a_reader_that_has_gone_end_quietly(monkeypatch, capfd):
     for error, code in ((KeyboardInterrupt, 130), (MemoryError, 2)):
         with pytest.raises(SystemExit) as stop, exit_on_error():
