@@ -606,10 +606,13 @@ def test_two_runs_side_by_side(page, address, folder, monkeypatch):
             for section in page.all("#continued section")
         }
 
+    def is_shown(name, text):  # as soon as there is a section of that name
+        return name in (found := texts()) and found[name].get_property("textContent") == text
+
     for name in ("one", "two"):
         words = ("--run", name, "--prompt", "The", "--seed", "3", "--max-new-tokens", "200")
         expected = "The" + run_script("sample.py", *words, folder=folder).out.rstrip("\n")
-        page.wait(lambda name=name, e=expected: texts()[name].get_property("textContent") == e)
+        page.wait(lambda name=name, text=expected: is_shown(name, text))
     page.all("#runs-table tbody input")[0].click()
     page.wait(lambda: not page.one("#pair").is_displayed())
 
@@ -874,5 +877,5 @@ def test_a_server_that_has_gone_is_said(page):
         page.wait(lambda: page.one("#model").text == NAME)
     page.fill("prompt", "abc")
     page.click("#start")
-    page.wait(lambda: "Is serve.py running?" in page.error)
+    page.wait(lambda: "Is gptlite serve running?" in page.error)
     page.driver.get_log("browser")  # it complains, rightly
