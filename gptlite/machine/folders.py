@@ -19,11 +19,11 @@ def cache_folder() -> Path | None:
 
 
 def data_folder() -> Path:
+    """The folder of texts that were fetched, and of large ones as ids: a clone's data/; else `data`
+    in the folder for caches, or, of a user without a home, in the working folder."""
     if (ROOT / "pyproject.toml").is_file():
         return ROOT / "data"
     return (cache_folder() or Path()) / "data"
 
 
-# Texts that were fetched, and large ones as ids: a clone's data/; else `data` in the platform's
-# folder for caches, or of a user without a home in the working folder.
 DATA_FOLDER = data_folder()
