@@ -3,7 +3,7 @@
 `train.py quick` to the first step done, `sample.py` with model S to its first character; without
 and with the programs that an earlier run compiled. The peer, Hugging Face's GPT-2 of shape S in a
 bare script, does one training step, or one token (sample.py computes 32 before it shows any).
-By turns.
+By turns. Last, `import gptlite`, and `import transformers` by turns with it.
 """
 
 import argparse
@@ -64,6 +64,15 @@ def _start(command: list[str], folder: Path, caches: Path) -> subprocess.Popen[b
     )
 
 
+def of_import(package: str) -> float:
+    """Milliseconds."""
+    code = f"import time; s = time.perf_counter(); import {package}; print(time.perf_counter() - s)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return 1000 * float(done.stdout)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
@@ -91,6 +100,9 @@ def main() -> None:
                 theirs.append(_to_first_byte([peer, peer_does], folder, caches))
             rows.append([kind, *(spread(times, ".1f") for times in (cold, warm, theirs))])
     print_table(["seconds", "nothing compiled", "compiled before", "Hugging Face"], rows)
+    pairs = [(of_import("gptlite"), of_import("transformers")) for _ in range(rounds)]
+    ours, theirs = (spread(times, ".0f") for times in zip(*pairs, strict=True))
+    print(f"import gptlite: {ours} ms; import transformers: {theirs} ms")
 
 
 if __name__ == "__main__":

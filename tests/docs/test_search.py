@@ -1,5 +1,6 @@
 """The site, built and read as files, without a server and without a network."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -21,24 +22,38 @@ pytestmark = [
 ]
 
 
-def test_the_site_is_searched_offline():
+@pytest.fixture(scope="module")
+def site() -> Path:
     path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
     done = subprocess.run(
         ["bash", ".ci/site"], cwd=ROOT, env={"PATH": path}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout
+    return ROOT / "site"
+
+
+def test_the_tour_is_a_page_with_its_results_and_formulas(site):
+    page = (site / "examples" / "tour.html").read_text("utf-8")
+    pictures = re.findall(r'<img [^>]*src="([^"]+)"', page)
+    assert sum((site / "examples" / picture).is_file() for picture in pictures) == 3
+    assert "First Citizen:" in page
+    assert "<math" in page
+    assert "$" not in re.sub(r"(?s)<pre>.*?</pre>|<script.*?</script>", "", page)
+
+
+def test_the_site_is_searched_offline(site):
     driver = chromium.start()
     try:
-        driver.get((ROOT / "site" / "docs" / "faq.html").as_uri())
+        driver.get((site / "docs" / "faq.html").as_uri())
         typed = webdriver.ActionChains(driver)
         typed.key_down(Keys.CONTROL).send_keys("k").key_up(Keys.CONTROL).perform()
-        for letter in "rotary":
+        for letter in "rotaryoptions":
             time.sleep(0.2)  # what is typed is searched letter by letter
             webdriver.ActionChains(driver).send_keys(letter).perform()
         for _ in range(50):  # until something is found, which is shown in a closed tree
             time.sleep(0.2)
             webdriver.ActionChains(driver).send_keys(Keys.ENTER).perform()
-            if "#gptlite.nn.Rotary" in driver.current_url:
+            if "#gptlite.nn.RotaryOptions" in driver.current_url:
                 break
         else:
             pytest.fail("nothing was found")
