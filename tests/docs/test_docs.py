@@ -1,15 +1,19 @@
 """The README and docs/: what can be seen without running it. (`tests/soak/docs.py` runs it.)"""
 
+import dataclasses
 import importlib.util
+import inspect
 import re
 
 import pytest
 from conftest import ROOT
 from support.pages import PAGES, check_words, commands, shrink
 
+from gptlite.cli import CompareArguments, SampleArguments, ServeArguments, TrainArguments
 from gptlite.presets import PRESETS
+from gptlite.scripts.check_block import check
 
-TEXTS = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
+TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 COMMANDS = sorted({command for text in TEXTS.values() for command in commands(text)})
 # What imports one of these before it reads its options.
 NEEDS = {"python benchmarks/pretrained.py": "torch", "python benchmarks/page.py": "selenium"}
@@ -26,7 +30,7 @@ def marked(command: str):
 
 
 def test_the_readme_is_short():
-    assert len(TEXTS["README.md"].splitlines()) <= 200
+    assert len(TEXTS["README.md"].splitlines()) <= 150
 
 
 @pytest.mark.parametrize("command", [marked(command) for command in COMMANDS])
@@ -44,4 +48,41 @@ def test_links_lead_to_files():
 
 def test_presets_are_described():
     for name in PRESETS:
-        assert f"`{name}`" in TEXTS["training.md"]
+        assert f"`{name}`" in TEXTS["docs/training.md"]
+
+
+def options(kind: type, prefix: str = "--") -> set[str]:
+    """The options of a command, of the fields of its arguments."""
+    found = set()
+    for field in dataclasses.fields(kind):
+        name = field.name.replace("_", "-")
+        value = getattr(kind(), field.name)
+        if dataclasses.is_dataclass(value):
+            hidden = field.name in ("config", "sampling")  # their options have no such prefix
+            found |= options(type(value), prefix if hidden else f"{prefix}{name}.")
+        found |= {prefix + name, f"{prefix}no-{name}"}
+    return found
+
+
+OURS = set().union(
+    {"--kill-on-bad-exit"},  # of SLURM
+    {f"--{name.replace('_', '-')}" for name in inspect.signature(check).parameters},
+    *(
+        options(kind)
+        for kind in (TrainArguments, SampleArguments, ServeArguments, CompareArguments)
+    ),
+    *(
+        re.findall(r'"(--[a-z-]+)"', path.read_text(encoding="utf-8"))
+        for folder in ("gptlite/scripts", "tests", "benchmarks", "examples")
+        for path in (ROOT / folder).rglob("*.py")
+    ),
+)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_the_options_that_are_named_exist(name):
+    """Other programs' are in their commands, and are written with `=`."""
+    for code in re.findall(r"`((?:--|gptlite|python)[^`\n]*)`", TEXTS[name]):
+        for option in re.findall(r"(?<!\S)--[a-z0-9._-]+(?![a-z0-9._=-])", code):
+            beginning = option.endswith(".") and any(name.startswith(option) for name in OURS)
+            assert option in OURS or beginning, option
