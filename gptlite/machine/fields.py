@@ -13,8 +13,9 @@ from gptlite.machine.printed import CONTROL
 
 # Array sizes and counts: JAX indexes with 32 bits.
 MAX_INT32 = 2**31 - 1
-# The largest number in float32.
+# The largest number in float32, and the smallest that XLA does not take for 0.
 MAX_FLOAT32 = 3.4e38
+MIN_FLOAT32 = 1.2e-38
 
 
 class Rule(abc.ABC):
@@ -28,7 +29,7 @@ class Rule(abc.ABC):
 @dataclass(frozen=True)
 class Between(Rule):
     """Bounds of a number, for `Annotated`: `low <= value <= high`, with `above` `low < value`. NaN
-    is out of bounds."""
+    is out of bounds, and so is what would be 0 in float32 and is not."""
 
     low: float
     high: float = MAX_FLOAT32
@@ -42,6 +43,11 @@ class Between(Rule):
         require(
             self.low <= value <= self.high and not (self.above and value == self.low),
             f"{name} must be {low} {self.low}{high}, got {value}.",
+        )
+        unless = "" if self.above else ", unless it is 0"
+        require(
+            value == 0 or abs(value) >= MIN_FLOAT32,
+            f"{name} must be at least {MIN_FLOAT32}{unless}, got {value}: in float32, that is 0.",
         )
 
 

@@ -31,6 +31,12 @@ def sentence_of(error: BaseException) -> str | None:
     if isinstance(error, OSError):
         is_gone = error.errno == errno.ENOENT and error.filename is None
         return "The working folder does not exist any more." if is_gone else f"{error}."
+    if isinstance(error, FloatingPointError):
+        reason = str(error).partition("\n")[0]
+        return (
+            "a number is not finite, which JAX_DEBUG_NANS or JAX_DEBUG_INFS makes an error: "
+            f"{reason}. --debug shows where."
+        )
     # XLA's error, recognised by its text: this module does not import JAX.
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
         return (

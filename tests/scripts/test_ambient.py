@@ -149,6 +149,16 @@ def test_a_setting_that_jax_or_equinox_refuses_is_told_in_a_sentence(place, sett
     assert f"error: {sentence}" in done.stderr.decode()
 
 
+def test_a_number_that_is_not_finite_is_told_where_that_is_an_error(place):
+    adam = ["--optimizer.name", "adamw", "--optimizer.learning-rate", "3e38"]
+    words = [*TINY, "--run", "huge", *adam]
+    for more, traced in (([], False), (["--debug"], True)):
+        done = script("train.py", *words, "--overwrite", *more, folder=place, JAX_DEBUG_NANS="1")
+        assert done.returncode == 2
+        assert b"error: a number is not finite, which JAX_DEBUG_NANS" in done.stderr
+        assert (b"Traceback" in done.stderr) == traced
+
+
 @pytest.mark.parametrize(
     "words",
     [
