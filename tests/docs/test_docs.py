@@ -39,6 +39,11 @@ def test_the_options_of_a_command_exist_and_there_is_a_way_to_run_it(command):
     check_words(command)
 
 
+@pytest.mark.parametrize("name", TEXTS)
+def test_figures_are_those_of_this_version(name):
+    assert "earlier version" not in " ".join(TEXTS[name].split())
+
+
 def test_links_lead_to_files():
     pages = [*PAGES, ROOT / "CONTRIBUTING.md", *(ROOT / "benchmarks").glob("*.md")]
     for page in pages:
