@@ -116,14 +116,6 @@ vocab_size, key, words = 13, jax.random.key(0), ["one", "two", "three"]
 ids = source = targets = jnp.arange(12).reshape(2, 6)
 lengths, tokens = jnp.array([6, 4]), "abcdef"
 """
-# The README's block, with an option.
-LOW_RANK = """
-
-class LowRankMLP(SineMLP):
-    def __init__(self, config, *, rank: int = 4, key):
-        super().__init__(dataclasses.replace(config, d_ff=rank), key=key)
-"""
-
 
 PARSERS: dict[str, Callable[[list[str]], Any]] = {
     "train": parse_train,
@@ -181,9 +173,11 @@ def shrink(command: str) -> str | None:
 
 def make_files(folder: Path) -> None:
     """What the commands and blocks read."""
-    readme = PAGES[0].read_text(encoding="utf-8")
-    (block,) = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
-    (folder / "my_blocks.py").write_text(f"import dataclasses\n{block}{LOW_RANK}")
+    texts = [page.read_text("utf-8") for page in (PAGES[0], ROOT / "docs" / "blocks.md")]
+    # The README's block, and the same with an option.
+    blocks = re.findall(r"```python\n(.*?)```", "".join(texts), flags=re.DOTALL)
+    assert len(blocks) == 2
+    (folder / "my_blocks.py").write_text("\n\n".join(["import dataclasses", *blocks]))
     (folder / "text.txt").write_text(f"ROMEO: KING First {TEXT}")
     (folder / "play.txt").write_text(PLAY)
     syllables = [f"{a}{b}" for a in "bdfgklmnp" for b in "aeiou"]
