@@ -29,7 +29,7 @@ class Rule(abc.ABC):
 @dataclass(frozen=True)
 class Between(Rule):
     """Bounds of a number, for `Annotated`: `low <= value <= high`, with `above` `low < value`. NaN
-    is out of bounds, and so is what would be 0 in float32 and is not."""
+    is out of bounds. What must be above 0 must be so in float32."""
 
     low: float
     high: float = MAX_FLOAT32
@@ -44,10 +44,9 @@ class Between(Rule):
             self.low <= value <= self.high and not (self.above and value == self.low),
             f"{name} must be {low} {self.low}{high}, got {value}.",
         )
-        unless = "" if self.above else ", unless it is 0"
         require(
-            value == 0 or abs(value) >= MIN_FLOAT32,
-            f"{name} must be at least {MIN_FLOAT32}{unless}, got {value}: in float32, that is 0.",
+            not (self.above and self.low == 0 and value < MIN_FLOAT32),
+            f"{name} must be at least {MIN_FLOAT32}, got {value}: in float32, that is 0.",
         )
 
 

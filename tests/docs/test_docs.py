@@ -40,7 +40,7 @@ def test_the_options_of_a_command_exist_and_there_is_a_way_to_run_it(command):
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_figures_are_those_of_this_version(name):
+def test_no_figure_is_said_to_be_of_an_earlier_version(name):
     assert "earlier version" not in " ".join(TEXTS[name].split())
 
 
