@@ -381,7 +381,11 @@ class _First:
 
 
 def parse_train(argv: Sequence[str]) -> TrainArguments:
-    """The command line of `gptlite train`. `argv` is without the program's name."""
+    """The command line of `gptlite train`. `argv` is without the program's name.
+
+    **Raises:** `UserError` if a value is out of its bounds, or options do not go together;
+    `SystemExit`, after a message on standard error, if there is no such option, and for `--help`.
+    """
     arguments, preset = parse_config(TrainArguments, argv)
     if arguments.resume is None:
         require(
@@ -498,13 +502,19 @@ def _begun_from(preset: Config, name: str, custom: Sequence[str]) -> Config:
 
 
 def parse_sample(argv: Sequence[str]) -> SampleArguments:
-    """The command line of `gptlite sample`. `argv` is without the program's name."""
+    """The command line of `gptlite sample`. `argv` is without the program's name.
+
+    **Raises:** as `parse_train` does.
+    """
     is_prompt = bool(argv) and not argv[0].startswith("-")
     return parse_words(SampleArguments, ["--prompt", *argv] if is_prompt else argv)
 
 
 def read_prompt(arguments: SampleArguments) -> str:
-    """From --prompt, --prompt-file or standard input."""
+    """The prompt that `arguments` say: from --prompt, --prompt-file or standard input.
+
+    **Raises:** `UserError` if it cannot be read, is too long or is not UTF-8.
+    """
     if arguments.prompt is not None:
         return arguments.prompt
     try:

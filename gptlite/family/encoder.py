@@ -21,7 +21,7 @@ class Encoder(Transformer):
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int, *, key: PRNGKeyArray):
-        """`vocab_size` includes ids such as a mask.
+        """`vocab_size` includes ids such as a mask. Parameters are drawn with `key`.
 
         **Raises:** `UserError` if `config` describes a part that is only for decoders, or
         `vocab_size` is out of range.
@@ -46,5 +46,8 @@ class Encoder(Transformer):
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "*batch seq d_model"]:
         """The first `lengths` ids of a sequence are real (default: all). Padding follows them, and
-        does not change their vectors. `key` switches dropout on."""
+        does not change their vectors. `key` switches dropout on.
+
+        **Raises:** `UserError` as `hidden` does.
+        """
         return self.hidden(ids, Context(lengths=lengths), key=key)[0]

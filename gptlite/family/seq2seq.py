@@ -35,8 +35,12 @@ class Seq2Seq(eqx.Module):
         share_embedding: bool = False,
         key: PRNGKeyArray,
     ):
-        """`share_embedding`: one table for source and target (and with `config.tied_head` the head,
-        as in the paper's section 3.4), whose vocabularies are then the same.
+        """**Arguments:**
+
+        - `source_vocab_size`, `target_vocab_size`: how many ids there are on each side.
+        - `share_embedding`: one table for source and target (and with `config.tied_head` the head,
+          as in the paper's section 3.4), whose vocabularies are then the same.
+        - `key`: parameters are drawn with it.
 
         **Raises:** `UserError` if `config` describes a part that does not fit; `ValueError` if
         vocabularies of two sizes are to share.
@@ -84,6 +88,9 @@ class Seq2Seq(eqx.Module):
 
         The first `source_lengths` ids of a source and the first `lengths` ids of `inputs` are real
         (default: all); padding follows them. `key` switches dropout on.
+
+        **Raises:** `UserError` if there are no ids or more than the context has, or one is not in
+        its vocabulary.
         """
         options = {"source_lengths": source_lengths, "lengths": lengths, "key": key}
         return self.with_aux_loss(source, inputs, **options)[0]

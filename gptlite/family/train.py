@@ -41,6 +41,8 @@ def train(
 
     **Arguments:**
 
+    - `model`: what the copy begins with.
+    - `optimizer`, `training`: how it is trained.
     - `loss_fn(model, batch, label_smoothing=, key=)`, `loss_mask(batch)`, `trainable`: see
       `TrainSteps`.
     - `batch_fn(step)`: NumPy arrays, in any pytree, that begin with an axis of
@@ -51,8 +53,7 @@ def train(
 
     **Raises:** `UserError` if `training.freeze` or `model.lora` comes without `trainable`, the
     devices cannot share a batch, the optimizer does not fit the model, or a batch has the wrong
-    size or shapes; `DivergenceError` at a loss or gradient that is
-    not finite.
+    size or shapes; `DivergenceError` at a loss or gradient that is not finite.
     """
     lora = getattr(getattr(model, "config", None), "lora", None)
     require(

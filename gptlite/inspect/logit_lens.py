@@ -27,5 +27,9 @@ def residual_stream(model: GPT, ids: Ids) -> Float[Array, "layers *batch seq d_m
 def logit_lens(model: GPT, ids: Ids) -> Float[Array, "layers *batch seq vocab"]:
     """The next token's logits from the input of the first layer, and from the output of every
     layer, as the model's final norm and head make them: the last are the model's own
-    (nostalgebraist, 2020, "interpreting GPT: the logit lens")."""
+    (nostalgebraist, 2020, "interpreting GPT: the logit lens"). The arguments are those of
+    `model(ids)`.
+
+    **Raises:** `UserError` as `model(ids)` does.
+    """
     return model.logits(model.norm(residual_stream(model, ids)))

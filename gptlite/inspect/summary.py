@@ -77,12 +77,15 @@ def _inputs(model: Any, *batch: int) -> list[jax.ShapeDtypeStruct]:
 
 
 def summary(model: Any, *, batch_size: int = 1, trained: Trainable = is_array) -> str:
-    """The table, with totals below it, of a `GPT`, an `Encoder`, a `Seq2Seq`, or any model from ids
-    that has a `config`.
+    """The table, with totals below it, of a `model`: a `GPT`, an `Encoder`, a `Seq2Seq`, or any
+    other from ids that has a `config`.
 
     One line for each module that holds parameters. Memory is an estimate for training in float32 on
     one device, which has all parameters and computes `batch_size` rows at once: parameters,
-    gradients, Adam's two moments, activations. `trained`: as for `flops_per_token`.
+    gradients, Adam's two moments, activations. `trained`: the parameters that have a gradient.
+    Default: all.
+
+    **Raises:** `UserError` if `batch_size` is out of range.
     """
     check_value("batch_size", batch_size, Count)
     total, count_trained = count_parameters(model), count_parameters(eqx.filter(model, trained))

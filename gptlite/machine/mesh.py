@@ -26,7 +26,8 @@ MAX_COPIED = 2**25
 def make_mesh(
     *, data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None
 ) -> Mesh:
-    """A mesh of `devices`, by default all. One of the sizes may be -1: what the others leave.
+    """A mesh of `devices`, by default all. `data`, `fsdp` and `tensor` are its sizes, as in
+    `MeshConfig`. One of them may be -1: what the others leave.
 
     **Raises:** `UserError` if the sizes do not make up the number of devices.
     """

@@ -15,7 +15,7 @@ MAX_SENTENCE = 4000
 
 
 def log(message: str, file: TextIO | None = None) -> None:
-    """Print a line, above any progress bar. `file`: default standard output."""
+    """Print `message` as a line, above any progress bar. `file`: default standard output."""
     stream = sys.stdout if file is None else file
     tqdm.write(printable(message), file=stream)
     stream.flush()

@@ -49,6 +49,7 @@ class CheckError(AssertionError):
     """A block fails checks. `checks` are the names of those that fail."""
 
     def __init__(self, name: str, failures: Sequence[tuple[str, str]]):
+        """`name`: the block's. `failures`: the name of each check that fails, and why."""
         self.checks = tuple(check for check, _ in failures)
         lines = [f"{check}: {message}" for check, message in failures]
         super().__init__(f"{name} fails:\n  " + "\n  ".join(lines))
@@ -109,7 +110,8 @@ def check_block(
     - `checks`: the names of the checks to run. Default: all.
     - `seed`: of the parameters and inputs.
 
-    **Raises:** `CheckError`, which names all checks that fail.
+    **Raises:** `CheckError`, which names all checks that fail; `UserError` if there is no check or
+    parameter of a name, or a number is out of range.
     """
     unknown = sorted(set(checks) - CHECKS.keys())
     require(not unknown, f"There is no check {unknown}: there are {', '.join(CHECKS)}.")

@@ -21,10 +21,16 @@ def load_corpus(
     data_folder: Path = DATA_FOLDER,
     download: Callable[[float], bytes] = download_shakespeare,
 ) -> Corpus:
-    """Load what `--data.corpus` names (see `DataConfig.corpus`), or a list of documents. A text is
-    read once to its end, a dataset is not.
+    """Load what `--data.corpus` names, or a list of documents. A text is read once to its end, a
+    dataset is not.
 
     Only `auto` falls back to `pydoc`, and logs why.
+
+    **Arguments:**
+
+    - `name`: see `DataConfig.corpus`. Or documents, as `documents` takes them.
+    - `data_folder`: where TinyShakespeare is kept once it is fetched.
+    - `download(seconds)`: its bytes, fetched within so many seconds.
 
     **Raises:** `UserError` if there is no such corpus, or it cannot be read, is empty, is not UTF-8
     or has only one distinct character.

@@ -33,7 +33,8 @@ def frozen_in(config: Config) -> Callable[[str], bool]:
 
 
 def trainable(config: Config, model: Any) -> PyTree[bool]:
-    """Which leaves of `model`, or of the shapes of one, are trained: the filter for `TrainSteps`.
+    """Which leaves of `model`, or of the shapes of one, are trained: the filter for `TrainSteps`,
+    as `config.training.freeze` and `config.model.lora` have it.
 
     **Raises:** `UserError` if a pattern names no parameter, or all are frozen.
     """

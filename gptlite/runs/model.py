@@ -27,7 +27,8 @@ def separator_of(config: ModelConfig, tokenizer: Tokenizer) -> int | None:
 
 
 def make_model(config: ModelConfig, tokenizer: Tokenizer, *, key: PRNGKeyArray) -> GPT:
-    """A `GPT` for the ids of `tokenizer`.
+    """A `GPT` as `config` describes it, for the ids of `tokenizer`. Its parameters are drawn with
+    `key`.
 
     **Raises:** `UserError` if documents are to be separate, and the tokenizer has no end-of-text
     token.
@@ -48,7 +49,8 @@ def make_model(config: ModelConfig, tokenizer: Tokenizer, *, key: PRNGKeyArray) 
 
 
 def abstract_model(config: ModelConfig, tokenizer: Tokenizer) -> GPT:
-    """`make_model` with the shapes of arrays in place of the arrays. Computes nothing.
+    """`make_model(config, tokenizer)` with the shapes of arrays in place of the arrays. Computes
+    nothing.
 
     **Raises:** `UserError` as `make_model` does.
     """

@@ -20,9 +20,13 @@ class Run:
     """A trained model, and the config and tokenizer of its run."""
 
     path: Path
+    """The run's folder."""
     config: Config
+    """The settings that it was trained with."""
     tokenizer: Tokenizer
+    """The tokenizer of its text."""
     model: GPT
+    """The trained model."""
 
     def generate(
         self,

@@ -37,6 +37,8 @@ def save_run(
 
     **Arguments:**
 
+    - `name`: the run's. Its folder is `runs/NAME`.
+    - `model`: what has been trained.
     - `tokenizer`: the one of the ids that the model was trained on.
     - `training`: what it was trained with, for the run's config.
     - `overwrite`: replace the run of that name, if there is one.

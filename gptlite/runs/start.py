@@ -169,7 +169,8 @@ class Resumed:
 
 @contextlib.contextmanager
 def start_run(arguments: TrainArguments) -> Iterator["TrainingRun"]:
-    """The run that the command line asks for: new, resumed, or begun from other weights.
+    """The run that `arguments` ask for, from `parse_train`: new, resumed, or begun from other
+    weights.
 
     Joins the other processes of the run, if there are any, and sets JAX up. Nothing is written
     before `TrainingRun.create_folder`. The exit of the context waits until everything is saved, and

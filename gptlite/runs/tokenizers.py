@@ -26,8 +26,13 @@ from gptlite.text.tokenizer import (
 
 
 def make_tokenizer(name: str, corpus: Corpus | str | None = None) -> Tokenizer:
-    """The tokenizer that `--data.tokenizer` names. `char` and `bpe` are made from `corpus`, which
-    may be a text.
+    """The tokenizer that `--data.tokenizer` names.
+
+    **Arguments:**
+
+    - `name`: `char`, `byte`, `bpe:SIZE`, `tiktoken:NAME`, `hf:FOLDER` or `hf:NAME`: see
+      `DataConfig.tokenizer`.
+    - `corpus`: what `char` and `bpe` are made from. It may be a text.
 
     **Raises:** `UserError` if there is none of that name, its files cannot be read or fetched, or
     it needs a corpus and none is given.
