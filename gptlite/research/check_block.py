@@ -88,7 +88,7 @@ def check_block(
     seed: int = 0,
 ) -> Report:
     """Run the checks in `gptlite.research.check_block`'s docstring. A block takes some seconds, an
-    encoder-decoder about twenty.
+    encoder-decoder longer.
 
     All parameters are moved at random first, so that a parameter that starts at zero has an effect.
 

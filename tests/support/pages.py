@@ -103,18 +103,13 @@ RULES: dict[str, str | None] = {
     "python sample.py": "--max-new-tokens 5",
     "python compare.py": f"{TRAIN} --seeds 2",
 }
-# What the Python blocks take as given.
+# Before the Python blocks: a smaller model.
 GIVEN = """
-import dataclasses, jax, jax.numpy as jnp
-from gptlite import GPT, ModelConfig
+import dataclasses
 from gptlite.family import presets
-from my_blocks import SineMLP
 presets.VASWANI = dataclasses.replace(
     presets.VASWANI, n_layers=1, n_heads=2, d_model=16, context_length=16
 )
-vocab_size, key, words = 13, jax.random.key(0), ["one", "two", "three"]
-ids = source = targets = jnp.arange(12).reshape(2, 6)
-lengths, tokens = jnp.array([6, 4]), "abcdef"
 """
 
 PARSERS: dict[str, Callable[[list[str]], Any]] = {
