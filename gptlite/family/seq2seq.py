@@ -20,7 +20,7 @@ class Seq2Seq(eqx.Module):
     """An encoder that reads the source, and a decoder that writes the target. Each layer of the
     decoder also attends to the encoder's output (Vaswani et al., 2017, section 3).
 
-    `config` is for both, with `n_layers` each. The paper's model is `presets.VASWANI`.
+    `config` is for both, with `n_layers` each. The paper's is `gptlite.family.presets.VASWANI`.
     """
 
     encoder: Encoder

@@ -94,7 +94,7 @@ def prepare(model: GPT, rows: int, *, share: bool = True) -> PreparedModel:
     """`model` in the form that generates `rows` texts fastest: the layers are separate.
 
     If it is not cut over devices, the matrices of queries, keys and values are one; on a CPU,
-    matrices for several rows are stored as XLA's library multiplies them (1.2 times as fast); and
+    matrices for several rows are stored as XLA's library multiplies them, which is faster; and
     several devices share the rows, if `share` and `row_mesh` finds them.
 
     **Raises:** `UserError` if JAX traces the model, as inside `jax.jit`."""
@@ -126,8 +126,8 @@ def generate(
     key: PRNGKeyArray | None = None,
     keys: Keys | None = None,
 ) -> Int[Array, "*batch new"]:
-    """`max_new_tokens` tokens after each prompt, or after a single one, `[prompt]`. The arguments
-    are those of `stream`, in which a single prompt is a batch of one.
+    """`max_new_tokens` tokens after each prompt, or after a single one, `[prompt]`, whatever ends a
+    text. The arguments are those of `stream`, in which a single prompt is a batch of one.
 
     **Raises:** `UserError` as `stream` does.
     """
@@ -154,8 +154,8 @@ def stream(
 
     **Arguments:**
 
-    - `model`: to call this often, pass `prepare(model, len(prompt))`, which takes as long as 30 to
-      120 tokens of a small model.
+    - `model`: to call this often, pass `prepare(model, len(prompt))`, which takes as long as some
+      tokens of a small model.
     - `lengths`: how many tokens of each prompt are real; padding follows them. Default: all.
     - `key`: for all rows: row `i` is drawn with `jax.random.fold_in(key, i)`.
     - `keys`: in place of `key`, a key for each row. `jax.vmap` uses only the first of keys of the

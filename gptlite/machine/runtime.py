@@ -24,9 +24,9 @@ def set_up_jax(cpu_devices: int = 1) -> None:
     devices stay those that there are.
 
     JAX's own environment variables, such as JAX_COMPILATION_CACHE_DIR and JAX_NUM_CPU_DEVICES, take
-    precedence; but not those that change the formats of numbers, such as JAX_ENABLE_X64, or which
-    random numbers are drawn: a config says them; nor those that forbid what every run does, such as
-    to move an array to a device.
+    precedence, with two exceptions: those for number formats and random numbers, such as
+    JAX_ENABLE_X64, which a config sets, and those that forbid what every run does, such as to move
+    an array to a device.
 
     **Raises:** `UserError` if JAX finds no device.
     """

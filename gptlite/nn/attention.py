@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
+from gptlite.errors import require
 from gptlite.machine.fields import Count, Epsilon, Options
 from gptlite.nn.cache import KVCache
 from gptlite.nn.context import WHOLE_SEQUENCE, Context, PerSequence
@@ -177,7 +178,10 @@ class Attention(eqx.Module):
         key: PRNGKeyArray | None = None,
     ) -> tuple[Float[Array, "*batch seq d_model"], KVCache | None]:
         """Without a cache, `x` is a whole sequence. With one, `x` follows the `context.start`
-        tokens in the cache, which is returned with `x` added. `key` switches dropout on."""
+        tokens in the cache, which is returned with `x` added. `key` switches dropout on.
+
+        **Raises:** `UserError` if there is a cache and attention is not causal.
+        """
         q, k, v, cache = self._qkv(x, cache, context)
         return self.heads.join(self._attend(q, k, v, context, cache is not None, key)), cache
 
@@ -197,6 +201,7 @@ class Attention(eqx.Module):
         self, x: Float[Array, "*batch seq d_model"], cache: KVCache | None, context: Context
     ) -> tuple[Queries, Keys, Keys, KVCache | None]:
         """Queries, and all keys and values that there are."""
+        require(self.causal or cache is None, "An attention that is not causal has no cache.")
         q, k, v = self.heads.qkv(x, fused=cache is None and targets_cpu())
         q = self.positions(self.heads.split(q, self.heads.query_norm), context.start)
         k = self.positions(self.heads.split(k, self.heads.key_norm), context.start)

@@ -30,7 +30,8 @@ def make_model(config: ModelConfig, tokenizer: Tokenizer, *, key: PRNGKeyArray) 
     """A `GPT` as `config` describes it, for the ids of `tokenizer`. Its parameters are drawn with
     `key`.
 
-    **Raises:** `UserError` if documents are to be separate, and the tokenizer has no end-of-text
+    **Raises:** `UserError` if there is no part of a name, a custom block has not been loaded (see
+    `gptlite.load_custom`), or documents are to be separate and the tokenizer has no end-of-text
     token.
     """
     with jax.enable_x64(False):  # parameters are in float32, also where JAX_ENABLE_X64 is set

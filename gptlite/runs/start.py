@@ -241,10 +241,16 @@ class TrainingRun:
         """`stack`: of contexts that end with the run. `began`: when the command did, by
         `time.perf_counter`."""
         self.config = config
+        """All settings, with what `auto` stands for."""
         self.corpus = corpus
+        """The text."""
         self.tokenizer = start.tokenizer
+        """New, or that of the run, or of the model, that it begins from."""
         # (The third key of this split is that of the updates.)
-        self._model_key, self.sample_key = jax.random.split(jax.random.key(config.training.seed))
+        keys = jax.random.split(jax.random.key(config.training.seed))
+        self._model_key = keys[0]
+        self.sample_key = keys[1]
+        """The key of the samples at evaluations."""
         self._start, self._folder, self._stack = start, folder, stack
         self._loop = contextlib.ExitStack()
         self._trackers, self._began = trackers, began

@@ -43,7 +43,8 @@ def main() -> None:
         tyro.extras.subcommand_cli_from_dict(
             {name: _described(text) for name, text in SCRIPTS.items()},
             prog="gptlite",
-            description="A small language model package. `gptlite COMMAND --help` has the options.",
+            description="A small language model package. `gptlite COMMAND --help` has the options, "
+            "`gptlite --version` the version.",
             args=[printable(word)],
             sort_subcommands=False,
         )

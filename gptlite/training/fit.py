@@ -96,7 +96,7 @@ def fit(
 ) -> Iterator[Progress]:
     """Train `state` up to `training.steps`, and yield after every dispatch of steps.
 
-    The steps are compiled before this returns, unless they are.
+    The steps are compiled before this returns, unless they already are.
 
     **Arguments:**
 

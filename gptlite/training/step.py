@@ -165,7 +165,7 @@ class TrainSteps:
 
     def capacity(self, batch: PyTree) -> int:
         """The most steps of a call, with batches like this one: those between two lines of metrics,
-        or fewer, which take `MAX_BYTES`."""
+        or fewer, which take 256 MiB."""
         training, n_bytes = self.training, sum(np.asarray(x).nbytes for x in jax.tree.leaves(batch))
         in_memory = max(1, MAX_BYTES // max(n_bytes, 1))
         return min(training.log_every, training.eval_every, training.steps, MAX_STEPS, in_memory)
@@ -174,7 +174,7 @@ class TrainSteps:
         """Compile the update for a state and batches like these, `[batch, ...]`. Changes neither;
         the first call then takes as long as others.
 
-        **Raises:** `UserError` if the batch is not as `check_batch` has it, or memory is too small.
+        **Raises:** `UserError` if the batch has the wrong shape or ids, or memory is too small.
         """
         check_batch(self, batch, int(np.max(np.asarray(state.step))))
         batches = jax.tree.map(

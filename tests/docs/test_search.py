@@ -1,5 +1,7 @@
 """The site, built and read as files, without a server and without a network."""
 
+import importlib
+import inspect
 import re
 import shutil
 import subprocess
@@ -39,6 +41,28 @@ def test_the_tour_is_a_page_with_its_results_and_formulas(site):
     assert "First Citizen:" in page
     assert "<math" in page
     assert "$" not in re.sub(r"(?s)<pre>.*?</pre>|<script.*?</script>", "", page)
+
+
+def test_the_reference_shows_the_arguments_of_what_it_names(site):
+    """In a signature, or as fields; and how a module is called."""
+    seen = 0
+    for page in sorted((site / "docs" / "reference").glob("*.html")):
+        text = re.sub(
+            r'(?s)<details class="mkdocstrings-source">.*?</details>', "", page.read_text()
+        )
+        for name, section in re.findall(r'(?s)<h2 id="(gptlite\.[^"]+)"(.*?)(?=<h2 |\Z)', text):
+            module, _, last = name.rpartition(".")
+            thing = getattr(importlib.import_module(module), last)
+            is_public = module in ("gptlite", "gptlite.nn") and callable(thing)
+            if not is_public or name == "gptlite.UserError":
+                continue
+            seen += 1
+            plain = re.sub("<[^>]+>", "", section)
+            for argument in inspect.signature(thing).parameters:
+                assert re.search(rf"\b{argument}(: |,|=|\n)", plain), (name, argument)
+            if inspect.isclass(thing) and "__call__" in vars(thing):
+                assert f'id="{name}.__call__"' in section
+    assert seen > 70
 
 
 def test_the_site_is_searched_offline(site):

@@ -492,6 +492,13 @@ def test_an_odd_head_cannot_rotate():
         module(jnp.zeros((2, 6)))
 
 
+def test_attention_that_is_not_causal_has_no_cache():
+    module = Attention(heads(), causal=False)
+    cache = module.init_cache((), 4, jnp.float32)
+    with pytest.raises(ValueError, match="not causal has no cache"):
+        module(jnp.zeros((2, 16)), cache)
+
+
 def test_a_wrong_width_names_function_argument_and_axes():
     with pytest.raises(TypeCheckError) as error:
         attend(*(jnp.zeros((1, 2, 3, d)) for d in (8, 9, 8)))

@@ -318,6 +318,17 @@ def router_probabilities(module, x):
     return odds / odds.sum(-1, keepdims=True)
 
 
+def test_a_token_has_no_more_experts_than_there_are():
+    with pytest.raises(ValueError, match="experts_per_token must be at least 1 and at most 4, got"):
+        moe(experts_per_token=5)
+
+
+def test_learned_positions_end_with_the_context():
+    layer = Learned(9, 8, std=1.0, key=KEY)
+    with pytest.raises(ValueError, match="end at context_length 9, got a sequence up to 10"):
+        layer(jnp.zeros((5, 8)), start=5)
+
+
 def test_moe_matches_a_loop_over_tokens():
     module = moe()
     out = np.asarray(call(module, X))

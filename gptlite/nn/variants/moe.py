@@ -70,7 +70,11 @@ class MoE(eqx.Module):
         key: PRNGKeyArray,
     ):
         """`d_expert` is the width inside each expert, `balance_loss` the weight of `aux_loss`.
-        `std` is that of `router` and `up`, `down_std` that of `down` (see `Linear`)."""
+        `std` is that of `router` and `up`, `down_std` that of `down` (see `Linear`).
+
+        **Raises:** `UserError` if there are fewer experts than a token has.
+        """
+        Between(1, n_experts).check("experts_per_token", experts_per_token)
         router_key, up_key, down_key = jax.random.split(key, 3)
         self.router = Linear(d_model, n_experts, std=std, key=router_key)
         self.up = Linear(d_model, n_experts * d_expert, std=std, key=up_key)

@@ -12,6 +12,8 @@ class Sinusoidal(eqx.Module):
     """Adds `sin(t / 10000^(2i/d))` to channel 2i and the cosine to 2i + 1
     (Vaswani et al., 2017, section 3.5).
 
+    **Raises:** `ValueError` (while tracing) if `d` is odd.
+
     Validation loss against rotary: +0.117 ± 0.016 nats per token (benchmarks/blocks.md).
     """
 
