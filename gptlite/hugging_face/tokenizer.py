@@ -153,7 +153,8 @@ class HFTokenizer(Decoding):
             return library_ids(self.library, text, with_special=with_special)
 
     def _joined(self, ids: Sequence[int]) -> bytes:
-        return b"".join([self._bytes[i] for i in ids])
+        # The library may give an id that it does not list: of two tokens with one text, the first.
+        return b"".join(map(self.token_bytes, ids))
 
     @property
     def start_ids(self) -> tuple[int, ...]:

@@ -651,6 +651,15 @@ def test_a_token_without_a_text_is_not_the_end():
     assert HFTokenizer(changed(OWN, model=model, decoder={"type": "Fuse"}), None, "").end_ids == ()
 
 
+def test_an_id_that_the_library_does_not_list_has_no_text():
+    """Of two tokens with one text it lists the last, and gives the first for what is unknown."""
+    model = {"type": "Unigram", "unk_id": 0, "vocab": [["a", -1.0], ["a", 0.0]]}
+    tokenizer = HFTokenizer(changed(OWN, model=model, decoder={"type": "Fuse"}))
+    with pytest.raises(UserError, match=r"'T' \(U\+0054\) in 'The' does not come back"):
+        tokenizer.encode("The")
+    assert tokenizer.token_bytes(0) == b""
+
+
 def test_what_is_put_before_each_part_of_a_text_counts():
     """The library puts it behind each token that was added, too."""
     library = tokenizers.Tokenizer.from_str(to_hf_tokenizer(OWN))
