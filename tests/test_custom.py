@@ -275,7 +275,8 @@ def run(file, tmp_path) -> Path:
 
 def test_loading_a_run_executes_no_custom_code(run, file):
     Path("other.py").write_text("class Thrice:\n    pass\n")
-    with pytest.raises(UserError, match=f"made with {file}:Twice, .* with that class: --custom"):
+    made = f"{run} cannot be loaded. The run was made with {file}:Twice, .* that class: --custom"
+    with pytest.raises(UserError, match=made):
         load(run)
     with pytest.raises(UserError, match=r"with that class \(there is none in other\.py\)"):
         load(run, custom=["other.py"])

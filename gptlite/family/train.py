@@ -43,8 +43,9 @@ def train(
 
     - `model`: what the copy begins with.
     - `optimizer`, `training`: how it is trained.
-    - `loss_fn(model, batch, label_smoothing=, key=)`, `loss_mask(batch)`, `trainable`: see
-      `TrainSteps`.
+    - `loss_fn(model, batch, label_smoothing=, key=)`: losses in nats, of any shape, whose mean is
+      minimised; `loss_mask(batch)`: False where one does not count; `trainable`: which parameters
+      are trained, as a filter for `eqx.partition`. `TrainSteps` says more.
     - `batch_fn(step)`: NumPy arrays, in any pytree, that begin with an axis of
       `training.batch_size`. Training can be repeated only if the same step always gets the same
       batch. Called on a thread.

@@ -200,8 +200,8 @@ TABLES: dict[str, dict[str, Callable[..., Any]]] = {
 def make_part(field: str, config: ModelConfig, key: PRNGKeyArray, **arguments: Any) -> Any:
     """The part that `config.FIELD` describes. `arguments`: `causal`, for an attention or a block.
 
-    **Raises:** `UserError` if there is no such part, it does not have the options given, or it is
-    for an encoder and does not take `causal`.
+    **Raises:** `UserError` if there is no such part, it does not have the options given, it makes
+    itself, or it is for an encoder and does not take `causal`.
     """
     make, options = find_part(field, config)
     if "causal" not in inspect.signature(make).parameters:
@@ -211,7 +211,13 @@ def make_part(field: str, config: ModelConfig, key: PRNGKeyArray, **arguments: A
             f"{getattr(config, field)} must take causal=, to serve in an encoder, where every "
             "token sees every other: causal is False there, and True in a decoder.",
         )
-    return make(config, **options, **arguments, key=key)
+    try:
+        return make(config, **options, **arguments, key=key)
+    except RecursionError as error:
+        raise UserError(
+            f"model.{field} {getattr(config, field)} makes itself, without an end: make_part there "
+            f"needs a config with another {field}, as dataclasses.replace makes it."
+        ) from error
 
 
 def find_part(field: str, config: ModelConfig) -> tuple[Callable[..., Any], dict[str, Any]]:

@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from gptlite.nn.kernels.product import product
+from gptlite.sharding import targets_cpu
 
 
 class Linear(eqx.Module):
@@ -30,8 +31,11 @@ class Linear(eqx.Module):
         self.bias = jnp.zeros(d_out) if bias else None
 
     def __call__(self, x: Float[Array, "*batch d_in"]) -> Float[Array, "*batch d_out"]:
+        # A CPU adds a bias, and sums up its gradient, faster in float32.
+        dtype = None if self.bias is not None and targets_cpu() else x.dtype
+
         def layer(rows):
-            return add_bias(product(rows, self.weight, x.dtype), self.bias).astype(x.dtype)
+            return add_bias(product(rows, self.weight, dtype), self.bias).astype(x.dtype)
 
         # The bias is added to rows, so that a GPU's product adds it.
         return by_rows(layer, x)

@@ -25,7 +25,7 @@ From the command line: `gptlite check-block FILE.py:CLASS`. Options follow the n
 import inspect
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import FrozenInstanceError, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -180,6 +180,8 @@ def describe(error: Exception) -> str:
     """An exception as a line, with the last line outside of packages that it came through."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     what = f"{type(error).__name__}: {' '.join(lines[:4])}"
+    if isinstance(error, FrozenInstanceError):
+        what += ", which its class does not declare, as in `name: float`"
     packages = ("site-packages", str(Path(__file__).parents[1]), "<")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not any(part in frame.filename for part in packages):

@@ -20,7 +20,7 @@ class Display:
     def update(self, line: dict[str, Any]) -> None:
         """Show a line of metrics, and at an evaluation its loss."""
         step, loss = line["step"], line["train_loss"]
-        left = line["seconds"] / step * (self._steps - step)
+        left = line["step_seconds"] / step * (self._steps - step)
         loss = "none" if loss is None else f"{loss:.4f}"
         state = f"loss {loss}  {line['tokens_per_second']:,.0f} tokens/s"
         if line.get("skipped"):

@@ -52,7 +52,11 @@ def load(
         require(weights == "best", f"{name} has one set of weights: leave --weights last out.")
         return load_hf(name.removeprefix("hf:"))
     path = find_run(name)
-    config = with_custom(load_config(path / "config.json"), custom, read=True)
+    config = load_config(path / "config.json")
+    try:
+        config = with_custom(config, custom, read=True)
+    except UserError as error:
+        raise UserError(f"{path} cannot be loaded. {error}") from error
     config = dataclasses.replace(config, model=load_custom(config.model))
     for changed in changed_sources(path, config.model):
         log(f"{changed} has changed since {path} began.")

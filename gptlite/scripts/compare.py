@@ -96,7 +96,7 @@ def compare(parsed: tuple[CompareArguments, dict[str, Config]]) -> None:
                 save_picture(plots.comparison(results), folder / "comparison.png")
                 written = "table.txt, table.csv and comparison.png are"
             except UserError as error:
-                log(str(error))
+                log(f"comparison.png is not drawn: {error}")
         except OSError as error:
             log(f"{shown}\n")
             reason = error.strerror or error

@@ -174,7 +174,7 @@ class CharTokenizer(Decoding):
             raise UserError(
                 f"{character_at(text, int(np.argmin(ids)))} is not in the vocabulary: it never "
                 f"occurred in the corpus of this char tokenizer, which knows {self.vocab_size} "
-                "characters."
+                "characters. (--data.tokenizer byte knows all.)"
             )
         return ids
 

@@ -4,13 +4,16 @@ import ast
 import dataclasses
 import inspect
 import re
+from typing import Any
 
+import equinox as eqx
 import jax
 import pytest
 from conftest import TINY
 
 from gptlite import config as config_module
 from gptlite.config import ModelConfig
+from gptlite.errors import UserError
 from gptlite.machine.names import BlockNames, split_options, with_options
 from gptlite.models.build import TABLES, find_part, make_part
 
@@ -71,6 +74,20 @@ def test_options_are_written_as_they_are_read(field, text, changes):
     options = find_part(field, config)[1]["options"]
     assert options == dataclasses.replace(type(options)(), **changes)
     assert with_options(split_options(text)[0], options) == text
+
+
+class Itself(eqx.Module):
+    """Made of the part that the config names, which is this one."""
+
+    inner: Any
+
+    def __init__(self, config, *, key):
+        self.inner = make_part("mlp", config, key)
+
+
+def test_a_part_that_makes_itself_is_told():
+    with pytest.raises(UserError, match=r"model\.mlp .*Itself makes itself, without an end"):
+        make_part("mlp", dataclasses.replace(TINY, mlp=Itself), jax.random.key(0))
 
 
 def test_a_block_has_the_options_of_its_name():

@@ -424,6 +424,13 @@ def test_a_block_need_not_have_defaults():
     assert "scan" in check_block(NoDefaults).checks
 
 
+class Undeclared(eqx.Module):
+    """Keeps what it does not declare."""
+
+    def __init__(self, config, *, key):
+        self.beta = 1.0
+
+
 def test_modules_and_classes_are_accepted():
     block = Layer(dataclasses.replace(SMALL, d_model=12), key=jax.random.key(0))
     assert check_block(block, d_model=12).parameters == 2 * 12 * 24
@@ -433,6 +440,8 @@ def test_modules_and_classes_are_accepted():
         check_block(block, d_model=13)
     with pytest.raises(CheckError, match="it cannot be built: TypeError"):
         check_block(RMSNorm)
+    with pytest.raises(CheckError, match=r"field 'beta', which its class does not declare, as in"):
+        check_block(Undeclared)
 
 
 def test_parameters_named_in_zero_grad_may_have_no_gradient():
