@@ -6,7 +6,6 @@ in a step. Nothing is run.
 
 import argparse
 import dataclasses
-import os
 from typing import Any
 
 from common import print_machine, print_table
@@ -27,8 +26,7 @@ def main() -> None:
     from gptlite.estimate.program import work
     from gptlite.machine.runtime import set_up_jax
 
-    os.environ["JAX_NUM_CPU_DEVICES"] = "8"
-    set_up_jax()
+    set_up_jax(cpu_devices=8)
     print_machine()
     print(f"\nMemory of a step, {preset}, {ROWS} rows, one device, MiB\n")
     variants: dict[str, tuple[dict[str, str], dict[str, str], int | None]] = {
