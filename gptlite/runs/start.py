@@ -327,6 +327,7 @@ class TrainingRun:
         self._ending = Ending(folder, saver, config, options)
         self._loop = self._stack.enter_context(contextlib.ExitStack())
         self._loop.enter_context(self._ending.training_errors(self.tokenizer))
+        log("compiling the training step ...")
         self._display = self._loop.enter_context(Display(config.training.steps, saver.step))
         self._track: Any = lambda step, metrics: None
         if self._trackers:
