@@ -127,9 +127,10 @@ def check_block(
         try:
             block = block(config, **options, **causality, key=key)
         except Exception as error:
-            raise CheckError(
-                name, [("shapes", f"it cannot be built: {describe(error)}")]
-            ) from error
+            why = f"it cannot be built: {describe(error)}"
+            if isinstance(error, FrozenInstanceError):
+                why += ": its class does not declare that, as in `name: float`"
+            raise CheckError(name, [("shapes", why)]) from error
         d_model = config.d_model
     paths = {path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(block)}
     missing = sorted(set(zero_grad) - paths - {INPUT})
@@ -180,8 +181,6 @@ def describe(error: Exception) -> str:
     """An exception as a line, with the last line outside of packages that it came through."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     what = f"{type(error).__name__}: {' '.join(lines[:4])}"
-    if isinstance(error, FrozenInstanceError):
-        what += ", which its class does not declare, as in `name: float`"
     packages = ("site-packages", str(Path(__file__).parents[1]), "<")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not any(part in frame.filename for part in packages):
