@@ -349,7 +349,8 @@ def test_a_class_alone_is_found_in_the_files_that_are_named(file):
 def test_a_file_that_has_changed_is_said(run, file, capsys):
     Path(file).write_text(SOURCE + "\n\nMORE = 1\n")
     loaded = load(run, custom=[file])
-    assert f"{file} has changed since" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"{file} has changed since {run} began, so the weights may not fit" in said
     assert list(custom_sources(loaded.config.model)) == [file]
     assert changed_sources(run / "nothing", loaded.config.model) == []
 

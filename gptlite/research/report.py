@@ -21,7 +21,7 @@ def table(results: Sequence[Result]) -> str:
             "s per seed": f"{result.seconds:.1f}",
             "parameters": f"{result.parameters:,}",
             "FLOPs per token": f"{result.flops_per_token:,}",
-            "": "" if verdict is None else verdict.words,
+            "verdict": "" if verdict is None else verdict.words,
         }
         for result in results
         for verdict in [judged.get(result.name)]
@@ -30,8 +30,11 @@ def table(results: Sequence[Result]) -> str:
     frame = pd.DataFrame(
         rows, index=pd.Index([f"{name:<{max(map(len, names))}}" for name in names])
     )
-    words = max(len(row[""]) for row in rows)
-    lines = frame.to_string(formatters={"": f"{{:<{words}}}".format}).splitlines()
+    # Words begin in one column, below their heading.
+    width = max(len(word) for word in ["verdict", *(row["verdict"] for row in rows)])
+    left = f"{{:<{width}}}".format
+    frame = frame.rename(columns={"verdict": left("verdict")})
+    lines = frame.to_string(formatters={left("verdict"): left}).splitlines()
     lines = [line.rstrip() for line in lines]
     lines.insert(1, "-" * max(map(len, lines)))
     seeds = len(results[0].curves)

@@ -56,10 +56,14 @@ def load(
     try:
         config = with_custom(config, custom, read=True)
     except UserError as error:
-        raise UserError(f"{path} cannot be loaded. {error}") from error
+        newest = "" if name else " It is the newest run: --run NAME takes another."
+        raise UserError(f"{path} cannot be loaded. {error}{newest}") from error
     config = dataclasses.replace(config, model=load_custom(config.model))
     for changed in changed_sources(path, config.model):
-        log(f"{changed} has changed since {path} began.")
+        log(
+            f"{changed} has changed since {path} began, so the weights may not fit it any more. As "
+            f"it was, it is in {path / 'custom'}."
+        )
     tokenizer = load_tokenizer(path)
     abstract, is_frozen = abstract_model(config.model, tokenizer), frozen_in(config)
     checkpoint, model = _load(path, weights, abstract, is_frozen)

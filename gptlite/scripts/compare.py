@@ -73,6 +73,9 @@ def compare(parsed: tuple[CompareArguments, dict[str, Config]]) -> None:
         log(f"variants: {len(variants)}, seeds: {len(seeds)}, runs to train: {left}")
         start, done, results = time.perf_counter(), 0, []
         for name, config in variants.items():
+            now = len(seeds) - len(trained[name])
+            if now:  # the first line that a log gets may take minutes
+                log(f"{name}: seeds to train: {now} ...")
             with progress_bar(name, unit="step") as bar:
                 for progress in comparison.train(name, config, seeds, arguments.seeds_at_once):
                     bar.total, bar.n = progress.steps, progress.step
@@ -82,7 +85,6 @@ def compare(parsed: tuple[CompareArguments, dict[str, Config]]) -> None:
                         losses = " ".join(f"{loss:.4f}" for loss in progress.val_losses)
                         log(f"{where}  validation losses {losses}")
             results.append(comparison.result(name, config, seeds))
-            now = len(seeds) - len(trained[name])
             done, left = done + now, left - now
             if now and left:
                 minutes = (time.perf_counter() - start) / done * left / 60

@@ -196,6 +196,7 @@ def test_the_report(trained, tmp_path):
     assert lines[3].startswith("n_layers=3  2.0001 ±")
     assert "-0.0999 ± " in lines[3]
     assert lines[3].endswith("better")
+    assert lines[0].index("verdict") == lines[3].index("better")
     assert "mean of 3 seeds" in lines[-1]
     base, deeper = csv.DictReader(io.StringIO(to_csv(results)))
     assert [float(base[f"val_loss_seed_{seed}"]) for seed in range(3)] == results[0].losses
