@@ -122,9 +122,9 @@ def _serve(pipe: Connection, make: MakeRound, args: tuple[Any, ...]) -> None:
     pipe.send(memory_now("VmHWM"))
 
 
-def memory_now(field: str) -> float:
-    """A line of Linux's status of this process, in MiB: `VmHWM` (the peak), `RssAnon` (its own)."""
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
+def memory_now(field: str, process: int | str = "self") -> float:
+    """A line of Linux's status of a process, in MiB: `VmHWM` (the peak), `RssAnon` (its own)."""
+    status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
     (kilobytes,) = (line.split()[1] for line in status.splitlines() if line.startswith(field))
     return int(kilobytes) / 1024
 

@@ -11,6 +11,7 @@ on TinyShakespeare (without a network, on pydoc).
 
 import argparse
 import concurrent.futures
+import contextlib
 import json
 import multiprocessing
 import os
@@ -36,10 +37,12 @@ def encode(path: Path, kind: str, folder: Path) -> dict[str, float]:
 
     name = f"hf:{path}" if path.suffix == ".jsonl" else str(path)
     before, peak, done = memory_now("RssAnon"), [0.0], threading.Event()
+    peak_of_children = [0.0]
 
     def watch() -> None:
         while not done.wait(0.01):
             peak[0] = max(peak[0], memory_now("RssAnon"))
+            peak_of_children[0] = max(peak_of_children[0], memory_of_children())
 
     threading.Thread(target=watch, daemon=True).start()
     start = time.perf_counter()
@@ -55,7 +58,18 @@ def encode(path: Path, kind: str, folder: Path) -> dict[str, float]:
         "encode": megabytes / (end - read),
         "both": megabytes / (end - start),
         "memory": peak[0] - before,
+        "reader's memory": peak_of_children[0],
     }
+
+
+def memory_of_children() -> float:
+    """Of the processes that this one started, in MiB: the one that reads a dataset."""
+    lists = [file.read_text() for file in Path("/proc/self/task").glob("*/children")]
+    total = 0.0
+    for child in " ".join(lists).split():
+        with contextlib.suppress(OSError, ValueError):  # it has ended
+            total += memory_now("RssAnon", child)
+    return total
 
 
 def encode_alone(path: Path, kind: str) -> float:
@@ -146,7 +160,7 @@ def main() -> None:
         rows: list[list[Any]] = []
         for kind in ("char", "byte"):
             found = alone(encode, path, kind, Path(place))
-            rows.append([kind, *(f"{found[key]:,.0f}" for key in found)])
+            rows.append([kind, *(f"{found[x]:,.0f}" for x in ("read", "encode", "both", "memory"))])
         print_table(["ids", "read, MB/s", "encode, MB/s", "both, MB/s", "extra memory, MiB"], rows)
         rows = []
         for kind in arguments.tokenizers:
@@ -156,8 +170,12 @@ def main() -> None:
                 print(f"{kind}: {error}")
                 continue
             speed = alone(encode_alone, documents, kind)
-            rows.append([kind, f"{found['both']:.1f}", f"{speed:.1f}", f"{found['memory']:,.0f}"])
-        print_table(["streamed", "MB/s", "tokenizer alone, MB/s", "extra memory, MiB"], rows)
+            memory = (f"{found[x]:,.0f}" for x in ("memory", "reader's memory"))
+            rows.append([kind, f"{found['both']:.1f}", f"{speed:.1f}", *memory])
+        reader = "of the process that reads"
+        print_table(
+            ["streamed", "MB/s", "tokenizer alone, MB/s", "extra memory, MiB", reader], rows
+        )
         contenders = [Contender(name, train, name, Path(place)) for name in (small.name, str(path))]
         seconds = interleave(contenders, arguments.rounds)
         quick = PRESETS["quick"][1]

@@ -32,7 +32,10 @@ from gptlite.machine.files import write_json
 from gptlite.machine.names import CustomBlock
 from gptlite.models.gpt import GPT
 from gptlite.nn import Linear, RMSNorm
+from gptlite.runs.find import list_steps
+from gptlite.runs.folder import RunFolder
 from gptlite.runs.load import load
+from gptlite.runs.resume import bring_back
 from gptlite.runs.saved_config import changed_sources, load_config, save_config
 from gptlite.runs.tokenizers import make_tokenizer
 
@@ -278,6 +281,8 @@ def test_loading_a_run_executes_no_custom_code(run, file):
     made = f"{run} cannot be loaded. The run was made with {file}:Twice, .* that class: --custom"
     with pytest.raises(UserError, match=made):
         load(run)
+    with pytest.raises(UserError, match=r"with that class.* is the newest run: --run NAME, in"):
+        load()
     with pytest.raises(UserError, match=r"with that class \(there is none in other\.py\)"):
         load(run, custom=["other.py"])
     for words in (
@@ -349,8 +354,12 @@ def test_a_class_alone_is_found_in_the_files_that_are_named(file):
 def test_a_file_that_has_changed_is_said(run, file, capsys):
     Path(file).write_text(SOURCE + "\n\nMORE = 1\n")
     loaded = load(run, custom=[file])
-    said = capsys.readouterr().out
-    assert f"{file} has changed since {run} began, so the weights may not fit" in said
+    wanted = f"{file} has changed since {run} began, so the weights may not fit"
+    assert wanted in capsys.readouterr().out
+    with RunFolder(run) as folder:
+        (step,) = list_steps(run)
+        bring_back(folder, step, loaded.config)
+    assert wanted in capsys.readouterr().out
     assert list(custom_sources(loaded.config.model)) == [file]
     assert changed_sources(run / "nothing", loaded.config.model) == []
 

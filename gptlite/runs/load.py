@@ -16,7 +16,7 @@ from gptlite.runs.find import checkpoint_of, find_run, list_steps
 from gptlite.runs.frozen import frozen_in
 from gptlite.runs.model import abstract_model
 from gptlite.runs.run import Run
-from gptlite.runs.saved_config import changed_sources, load_config
+from gptlite.runs.saved_config import load_config, tell_changed_sources
 from gptlite.runs.stored import best_step, load_model, newest_summary
 from gptlite.runs.tokenizers import load_tokenizer
 from gptlite.runs.weights import fill, named_arrays
@@ -52,18 +52,24 @@ def load(
         require(weights == "best", f"{name} has one set of weights: leave --weights last out.")
         return load_hf(name.removeprefix("hf:"))
     path = find_run(name)
+    try:
+        return _load_run(path, weights, custom)
+    except UserError as error:
+        if name is not None:
+            raise
+        raise UserError(
+            f"{error} {path} is the newest run: --run NAME, in Python load(NAME), takes another."
+        ) from error
+
+
+def _load_run(path: Path, weights: Literal["best", "last"], custom: Custom) -> Run:
     config = load_config(path / "config.json")
     try:
         config = with_custom(config, custom, read=True)
     except UserError as error:
-        newest = "" if name else " It is the newest run: --run NAME takes another."
-        raise UserError(f"{path} cannot be loaded. {error}{newest}") from error
+        raise UserError(f"{path} cannot be loaded. {error}") from error
     config = dataclasses.replace(config, model=load_custom(config.model))
-    for changed in changed_sources(path, config.model):
-        log(
-            f"{changed} has changed since {path} began, so the weights may not fit it any more. As "
-            f"it was, it is in {path / 'custom'}."
-        )
+    tell_changed_sources(path, config.model)
     tokenizer = load_tokenizer(path)
     abstract, is_frozen = abstract_model(config.model, tokenizer), frozen_in(config)
     checkpoint, model = _load(path, weights, abstract, is_frozen)

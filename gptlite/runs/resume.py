@@ -16,7 +16,12 @@ from gptlite.runs.checkpoints import Checkpoint, describe_devices, restore
 from gptlite.runs.find import CHECKPOINTS, checkpoint_of, list_steps
 from gptlite.runs.folder import RunFolder
 from gptlite.runs.frozen import FROZEN, frozen_in, frozen_sha256, read_frozen
-from gptlite.runs.saved_config import changed_sources, load_config, save_config, save_sources
+from gptlite.runs.saved_config import (
+    load_config,
+    save_config,
+    save_sources,
+    tell_changed_sources,
+)
 from gptlite.runs.stored import MAX_OTHER, check_files, is_readable
 from gptlite.runs.weights import named_leaves
 from gptlite.training.step import TrainState
@@ -87,8 +92,7 @@ def bring_back(folder: RunFolder, step: int, config: Config) -> None:
 
 def _bring_back(folder: RunFolder, step: int, config: Config) -> None:
     run = folder.path
-    for changed in changed_sources(run, config.model):
-        log(f"{changed} has changed since the run began.")
+    tell_changed_sources(run, config.model)
     with folder.writing():
         for other in list_steps(run):
             checkpoint = checkpoint_of(run, other)

@@ -11,6 +11,7 @@ from gptlite.config import Config, DataConfig, ModelConfig
 from gptlite.custom import custom_sources
 from gptlite.errors import UserError
 from gptlite.machine.files import read_bounded, write_atomically, write_json
+from gptlite.machine.progress import log
 
 
 def save_config(config: Config, path: Path) -> None:
@@ -65,6 +66,15 @@ def changed_sources(run: Path, config: ModelConfig) -> list[str]:
         for name, source in custom_sources(config).items()
         if copies and not any(_holds(copy, source) for copy in copies)
     ]
+
+
+def tell_changed_sources(run: Path, config: ModelConfig) -> None:
+    """A line on standard output for each file of `changed_sources`."""
+    for changed in changed_sources(run, config):
+        log(
+            f"{changed} has changed since {run} began, so the weights may not fit it any more. As "
+            f"it was, it is in {run / 'custom'}."
+        )
 
 
 def _holds(path: Path, content: bytes) -> bool:

@@ -74,8 +74,8 @@ def compare(parsed: tuple[CompareArguments, dict[str, Config]]) -> None:
         start, done, results = time.perf_counter(), 0, []
         for name, config in variants.items():
             now = len(seeds) - len(trained[name])
-            if now:  # the first line that a log gets may take minutes
-                log(f"{name}: seeds to train: {now} ...")
+            if now:  # its first evaluation, the next line of a log, may take minutes
+                log(f"training {name}, {now} seed{'s' * (now > 1)} ...")
             with progress_bar(name, unit="step") as bar:
                 for progress in comparison.train(name, config, seeds, arguments.seeds_at_once):
                     bar.total, bar.n = progress.steps, progress.step

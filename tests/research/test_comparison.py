@@ -4,6 +4,7 @@ import io
 import json
 import math
 import shlex
+from pathlib import Path
 
 import pytest
 from conftest import TEXT, TINY, refusal
@@ -17,6 +18,7 @@ from gptlite.research.report import table, to_csv
 from gptlite.research.seeds import SeedsProgress
 from gptlite.runs.plots import save_picture
 from gptlite.runs.tokenizers import make_tokenizer
+from gptlite.scripts.compare import compare
 from gptlite.text.corpus import text_corpus
 from gptlite.text.tokens import split_corpus
 
@@ -212,6 +214,21 @@ def test_the_report(trained, tmp_path):
     with pytest.raises(OSError, match="Matplotlib cannot draw it: "):
         save_picture(figure, tmp_path / "picture.png")
     assert not (tmp_path / "picture.png").exists()
+
+
+def test_a_log_says_what_is_trained(trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text(TEXT)
+    words = """--data.corpus text.txt --model.n-layers 1 --model.n-heads 2 --model.d-model 16
+        --model.context-length 16 --training.steps 4 --training.eval-every 4
+        --vary model.norm=layer --seeds"""
+    for seeds, training in ("2", "2 seeds"), ("3", "1 seed"), ("3", None):
+        compare(parse_compare([*words.split(), seeds]))
+        lines = capsys.readouterr().out.splitlines()
+        names = [line for line in lines if line.startswith("training ")]
+        variants = ("base (quick)", "norm=layer")
+        wanted = [f"training {name}, {training} ..." for name in variants]
+        assert names == (wanted if training else [])
 
 
 def test_the_command_line():

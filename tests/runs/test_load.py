@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 import tracemalloc
 from pathlib import Path
@@ -68,6 +69,18 @@ def test_what_was_saved_is_loaded(run):
     for a, b in zip(saved, again, strict=True):
         np.testing.assert_array_equal(a, b)
     assert jax.tree.structure(loaded.model) == jax.tree.structure(MODEL)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "checkpoints/7/record/metadata"])
+def test_a_newest_run_that_is_damaged_leaves_a_way_to_another(run, monkeypatch, name):
+    monkeypatch.chdir(run.parents[1])
+    (run / name).write_text("{")
+    way = "runs/one is the newest run: --run NAME, in Python load(NAME), takes another."
+    with pytest.raises(UserError, match=re.escape(way)):
+        load()
+    with pytest.raises(UserError) as error:  # it was asked for
+        load("one")
+    assert "takes another" not in str(error.value)
 
 
 def test_an_edited_config_is_read_and_checked(run):
