@@ -19,7 +19,7 @@ from jaxtyping import TypeCheckError
 from support.runs import save_checkpoint
 
 from gptlite.cli import parse_sample, parse_train
-from gptlite.config import Config, ModelConfig
+from gptlite.config import Config, ModelConfig, OptimizerConfig, TrainingConfig
 from gptlite.custom import (
     custom_arguments,
     custom_sources,
@@ -29,15 +29,15 @@ from gptlite.custom import (
 )
 from gptlite.errors import UserError
 from gptlite.machine.files import write_json
+from gptlite.machine.mesh import make_mesh
 from gptlite.machine.names import CustomBlock
 from gptlite.models.gpt import GPT
 from gptlite.nn import Linear, RMSNorm
-from gptlite.runs.find import list_steps
-from gptlite.runs.folder import RunFolder
 from gptlite.runs.load import load
-from gptlite.runs.resume import bring_back
+from gptlite.runs.resume import find_checkpoint
 from gptlite.runs.saved_config import changed_sources, load_config, save_config
 from gptlite.runs.tokenizers import make_tokenizer
+from gptlite.training.step import TrainSteps
 
 SOURCE = """
 import pathlib
@@ -356,10 +356,12 @@ def test_a_file_that_has_changed_is_said(run, file, capsys):
     loaded = load(run, custom=[file])
     wanted = f"{file} has changed since {run} began, so the weights may not fit"
     assert wanted in capsys.readouterr().out
-    with RunFolder(run) as folder:
-        (step,) = list_steps(run)
-        bring_back(folder, step, loaded.config)
-    assert wanted in capsys.readouterr().out
+    # Where it is resumed, too, and before its arrays are found to be of another shape.
+    other = GPT(config_with(d_model=8).model, loaded.tokenizer.vocab_size, key=jax.random.key(0))
+    steps = TrainSteps(other, OptimizerConfig(name="adamw"), TrainingConfig(), make_mesh())
+    with pytest.raises(UserError, match="No checkpoint in"):
+        find_checkpoint(run, steps.abstract_state(other), loaded.config, "")
+    assert wanted in capsys.readouterr().out.partition("Looking for an older checkpoint")[0]
     assert list(custom_sources(loaded.config.model)) == [file]
     assert changed_sources(run / "nothing", loaded.config.model) == []
 

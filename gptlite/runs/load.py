@@ -58,7 +58,8 @@ def load(
         if name is not None:
             raise
         raise UserError(
-            f"{error} {path} is the newest run: --run NAME, in Python load(NAME), takes another."
+            f"{str(error).removesuffix('.')}. {path} is the newest run: --run NAME, in Python "
+            "load(NAME), takes another."
         ) from error
 
 

@@ -36,6 +36,7 @@ def find_checkpoint(
     **Raises:** `UserError` if there is none, the run was trained on another corpus, or none of
     the steps in `config` is left to do.
     """
+    tell_changed_sources(run, config.model)
     checkpoint = _newest(run, abstract_state, _frozen(run, abstract_state, config))
     record = checkpoint.record
     require(
@@ -92,7 +93,6 @@ def bring_back(folder: RunFolder, step: int, config: Config) -> None:
 
 def _bring_back(folder: RunFolder, step: int, config: Config) -> None:
     run = folder.path
-    tell_changed_sources(run, config.model)
     with folder.writing():
         for other in list_steps(run):
             checkpoint = checkpoint_of(run, other)

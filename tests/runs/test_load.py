@@ -75,7 +75,7 @@ def test_what_was_saved_is_loaded(run):
 def test_a_newest_run_that_is_damaged_leaves_a_way_to_another(run, monkeypatch, name):
     monkeypatch.chdir(run.parents[1])
     (run / name).write_text("{")
-    way = "runs/one is the newest run: --run NAME, in Python load(NAME), takes another."
+    way = ". runs/one is the newest run: --run NAME, in Python load(NAME), takes another."
     with pytest.raises(UserError, match=re.escape(way)):
         load()
     with pytest.raises(UserError) as error:  # it was asked for
