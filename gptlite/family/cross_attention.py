@@ -5,7 +5,7 @@ from typing import Any
 import equinox as eqx
 import jax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from gptlite.config import ModelConfig
 from gptlite.errors import UserError
@@ -135,7 +135,9 @@ class DecoderBlock(Block):
         return self.cross_attention.read(context.memory, context.memory_lengths)
 
 
-def make_decoder_block(config: ModelConfig, key: PRNGKeyArray) -> DecoderBlock:
+def make_decoder_block(
+    config: ModelConfig, key: PRNGKeyArray, *, layer: Int[Array, ""]
+) -> DecoderBlock:
     """The block that `config` describes, with cross-attention, which has the sizes, biases and
     QK-norm of `config`, and not the options of `config.attention`.
 
@@ -150,9 +152,9 @@ def make_decoder_block(config: ModelConfig, key: PRNGKeyArray) -> DecoderBlock:
     # After the keys that `make_block` uses.
     _, _, cross_key, *norm_keys = jax.random.split(key, 3 + 3 * n_norms)
     return DecoderBlock(
-        **vars(make_block(config, key)),
+        **vars(make_block(config, key, layer=layer)),
         cross_attention=CrossAttention(make_heads(config, cross_key), config.attention_dropout),
         cross_residual=residual(
-            *[make_part("norm", config, key) for key in norm_keys[2 * n_norms :]]
+            *[make_part("norm", config, key, layer=layer) for key in norm_keys[2 * n_norms :]]
         ),
     )

@@ -79,7 +79,7 @@ def parse_options(name: str, make: Callable[..., Any], texts: Mapping[str, str])
     known = {
         option: parameter
         for option, parameter in inspect.signature(make).parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY and option not in ("key", "causal")
+        if parameter.kind is parameter.KEYWORD_ONLY and option not in ("key", "causal", "layer")
     }
     options = {}
     for option, text in texts.items():
@@ -124,7 +124,8 @@ def is_custom(value: str) -> bool:
 class CustomBlock(str):
     """The name of a custom block in a config, with its options; and the class itself.
 
-    **Raises:** `UserError` if the class is not built from `(config, *, key)`, and perhaps `causal`.
+    **Raises:** `UserError` if the class is not built from `(config, *, key)`, and perhaps `causal`
+    and `layer`.
     """
 
     block: type
@@ -132,8 +133,8 @@ class CustomBlock(str):
     def __new__(cls, name: str, block: type):
         try:
             signature = inspect.signature(block)
-            given = {"causal": True} if "causal" in signature.parameters else {}  # of an encoder
-            signature.bind(None, key=None, **given)
+            facts = {name: None for name in ("causal", "layer") if name in signature.parameters}
+            signature.bind(None, key=None, **facts)
         except (TypeError, ValueError) as error:  # ValueError: a class that is built in
             raise UserError(
                 f"{name} must be built from (config, *, key), with a ModelConfig: {error}."

@@ -7,13 +7,14 @@ called in the same way, with their options as keyword arguments.
 """
 
 import dataclasses
+import functools
 import inspect
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, Int, PRNGKeyArray
 
 from gptlite.config import ModelConfig
 from gptlite.errors import UserError, require
@@ -30,23 +31,18 @@ from gptlite.nn.variants.moe import MoE, MoEOptions
 from gptlite.nn.variants.sinusoidal import Sinusoidal
 
 
-def make_block(config: ModelConfig, key: PRNGKeyArray, *, causal: bool = True) -> Any:
-    """One layer as `config` describes it: of a `GPT`, or without `causal` of an encoder."""
-    return make_part("block", config, key, causal=causal)
-
-
 def _residual_block(residual: Any, n_norms: int) -> Callable[..., Any]:
-    def make(config, *, causal=True, key):
+    def make(config, *, causal=True, layer=None, key):
         attention_key, mlp_key, _, *norm_keys = jax.random.split(key, 3 + 2 * n_norms)
 
         def make_residual(i):
             keys = norm_keys[i * n_norms : (i + 1) * n_norms]
-            return residual(*[make_part("norm", config, key) for key in keys])
+            return residual(*[make_part("norm", config, key, layer=layer) for key in keys])
 
         return Block(
-            attention=make_part("attention", config, attention_key, causal=causal),
+            attention=make_part("attention", config, attention_key, causal=causal, layer=layer),
             attention_residual=make_residual(0),
-            mlp=make_part("mlp", config, mlp_key),
+            mlp=make_part("mlp", config, mlp_key, layer=layer),
             mlp_residual=make_residual(1),
             dropout=config.dropout,
         )
@@ -54,12 +50,12 @@ def _residual_block(residual: Any, n_norms: int) -> Callable[..., Any]:
     return make
 
 
-def _parallel_block(config, *, causal=True, key):
+def _parallel_block(config, *, causal=True, layer=None, key):
     attention_key, mlp_key, norm_key = jax.random.split(key, 3)
     return ParallelBlock(
-        attention=make_part("attention", config, attention_key, causal=causal),
-        mlp=make_part("mlp", config, mlp_key),
-        norm=make_part("norm", config, norm_key),
+        attention=make_part("attention", config, attention_key, causal=causal, layer=layer),
+        mlp=make_part("mlp", config, mlp_key, layer=layer),
+        norm=make_part("norm", config, norm_key, layer=layer),
         dropout=config.dropout,
     )
 
@@ -197,27 +193,40 @@ TABLES: dict[str, dict[str, Callable[..., Any]]] = {
 }
 
 
-def make_part(field: str, config: ModelConfig, key: PRNGKeyArray, **arguments: Any) -> Any:
-    """The part that `config.FIELD` describes. `arguments`: `causal`, for an attention or a block.
+def make_part(
+    field: str,
+    config: ModelConfig,
+    key: PRNGKeyArray,
+    *,
+    causal: bool = True,
+    layer: Int[Array, ""] | None = None,
+) -> Any:
+    """The part that `config.FIELD` describes, such as a whole `block`. An attention or a block
+    without `causal` is an encoder's. A part that takes `layer` gets the number of its layer, from
+    0: an array, because one call under `vmap` makes all layers.
 
     **Raises:** `UserError` if there is no such part, it does not have the options given, it makes
     itself, or it is for an encoder and does not take `causal`.
     """
     make, options = find_part(field, config)
-    if "causal" not in inspect.signature(make).parameters:
-        causal = arguments.pop("causal", True)
-        require(
-            causal,
-            f"{getattr(config, field)} must take causal=, to serve in an encoder, where every "
-            "token sees every other: causal is False there, and True in a decoder.",
-        )
+    taken = inspect.signature(make).parameters
+    require(
+        causal or "causal" in taken,
+        f"{getattr(config, field)} must take causal=, to serve in an encoder, where every token "
+        "sees every other: causal is False there, and True in a decoder.",
+    )
+    facts = {"causal": causal, "layer": layer}
+    facts = {name: fact for name, fact in facts.items() if name in taken and fact is not None}
     try:
-        return make(config, **options, **arguments, key=key)
+        return make(config, **options, **facts, key=key)
     except RecursionError as error:
         raise UserError(
             f"model.{field} {getattr(config, field)} makes itself, without an end: make_part there "
             f"needs a config with another {field}, as dataclasses.replace makes it."
         ) from error
+
+
+make_block = functools.partial(make_part, "block")
 
 
 def find_part(field: str, config: ModelConfig) -> tuple[Callable[..., Any], dict[str, Any]]:

@@ -40,7 +40,7 @@ class GPT(Transformer):
         *,
         padded_vocab_size: int | None = None,
         separator: int | None = None,
-        make_block: Callable[[ModelConfig, PRNGKeyArray], Any] = make_block,
+        make_block: Callable[..., Any] = make_block,
         final_norm: bool = True,
         key: PRNGKeyArray,
     ):

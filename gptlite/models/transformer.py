@@ -40,13 +40,13 @@ class Transformer(eqx.Module):
         self,
         config: ModelConfig,
         rows: int,
-        make_block: Callable[[ModelConfig, PRNGKeyArray], Any],
+        make_block: Callable[..., Any],
         *,
         final_norm: bool = True,
         key: PRNGKeyArray,
     ):
-        """`rows`: the rows of the embedding. `make_block(config, key)` makes a layer. Without
-        `final_norm`, the output of the last layer is returned as it is."""
+        """`rows`: the rows of the embedding. `make_block(config, key, layer=layer)` makes the
+        layer of that number. Without `final_norm`, the last layer's output is returned as it is."""
         # `GPT` takes the fourth key for its head.
         embedding_key, positions_key, stack_key, _ = jax.random.split(key, 4)
         d_model = config.d_model
@@ -60,15 +60,16 @@ class Transformer(eqx.Module):
         )
         self.positions = make_positions(config, positions_key, added=True)
         self.stack = Stack(
-            lambda key: make_block(config, key),
+            lambda key, layer: make_block(config, key, layer=layer),
             config.n_layers,
             # With unrolled layers, XLA may recompute all of them before the first is needed.
             scan=config.stack == "scan" or config.remat != "none",
             remat=config.remat,
             key=stack_key,
         )
-        norm_key = jax.random.fold_in(stack_key, config.n_layers)
-        self.norm = make_part("norm", config, norm_key) if final_norm else eqx.nn.Identity()
+        after = jnp.asarray(config.n_layers)
+        norm = make_part("norm", config, jax.random.fold_in(stack_key, after), layer=after)
+        self.norm = norm if final_norm else eqx.nn.Identity()
 
     def hidden(
         self,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from gptlite.errors import require
 from gptlite.nn.block import checked, split_key
@@ -76,15 +76,16 @@ class Stack(eqx.Module):
 
     def __init__(
         self,
-        make_block: Callable[[PRNGKeyArray], Any],
+        make_block: Callable[[PRNGKeyArray, Int[Array, ""]], Any],
         n_layers: int,
         *,
         scan: bool = False,
         remat: Remat = "none",
         key: PRNGKeyArray,
     ):
-        """`make_block(key)` makes one layer."""
-        self.blocks = eqx.filter_vmap(make_block)(jax.random.split(key, n_layers))
+        """`make_block(key, layer)` makes the layer of that number, from 0: one call makes all."""
+        keys = jax.random.split(key, n_layers)
+        self.blocks = eqx.filter_vmap(make_block)(keys, jnp.arange(n_layers))
         self.n_layers = n_layers
         self.scan = scan
         self.remat = remat

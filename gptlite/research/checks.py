@@ -335,7 +335,7 @@ def check_scan(s: Subject) -> str | None:
     arrays = jax.tree.map(lambda a: np.stack([a, 1.1 * np.asarray(a)]).astype(a.dtype), arrays)
 
     def run_stack(arrays, x, scan):
-        stack = Stack(lambda key: _AsBlock(s.module), 2, scan=scan, key=jax.random.key(0))
+        stack = Stack(lambda key, layer: _AsBlock(s.module), 2, scan=scan, key=jax.random.key(0))
         blocks = _AsBlock(eqx.combine(arrays, rest))
         return eqx.tree_at(lambda stack: stack.blocks, stack, blocks)(x)[0]
 

@@ -400,7 +400,7 @@ class Affine(eqx.Module):
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("key", [None, KEY])
 def test_a_stack_is_its_blocks_one_after_the_other(scan, key):
-    stack = Stack(lambda k: Affine(Linear(8, 8, std=0.3, key=k)), 3, scan=scan, key=KEY)
+    stack = Stack(lambda k, layer: Affine(Linear(8, 8, std=0.3, key=k)), 3, scan=scan, key=KEY)
     assert stack.blocks.linear.weight.shape == (3, 8, 8)
     x, keys = X, [None] * 3 if key is None else jax.random.split(key, 3)
     weights = np.asarray(stack.blocks.linear.weight)
