@@ -122,6 +122,10 @@ class TrainArguments:
     made with custom blocks is resumed, or begun from, only with their file. A field of the model
     may then name a class alone, as in --model.mlp SineMLP."""
 
+    check_blocks: bool = True
+    """Whether custom blocks are checked before a new run is trained: their parameters and shapes,
+    and that no output depends on a later input."""
+
     debug: bool = False
     """Show where in the code an error came from."""
 
@@ -358,14 +362,15 @@ def _suggest(kind: Any, args: Sequence[str]) -> None:
 def _options(kind: Any, prefix: str = "--") -> Iterator[str]:
     """The names of the options of a command line."""
     for name, noted in get_type_hints(kind, include_extras=True).items():
-        option = f"{prefix}{name.replace('_', '-')}"
         is_noted = get_origin(noted) is Annotated
         hint, *notes = (noted.__origin__, *noted.__metadata__) if is_noted else (noted,)
         if tyro.conf.Suppress in notes:
             continue
-        if dataclasses.is_dataclass(hint):  # `config` and `sampling` have no name of their own
-            flat = name in ("config", "sampling")
-            yield from _options(hint, prefix if flat else f"{option}.")
+        # `config` and `sampling` have no name of their own, and others have another one.
+        given = [note.name for note in notes if getattr(note, "name", None) is not None]
+        option = f"{prefix}{given[0] if given else name.replace('_', '-')}"
+        if dataclasses.is_dataclass(hint):
+            yield from _options(hint, f"{option}." if option != prefix else prefix)
         elif option != "--preset":
             yield option
 

@@ -1,31 +1,14 @@
-"""Is a block right? `check_block(block)` says which check fails, where, and by how much.
+"""Is a block right? `check_block(block)` says which law it breaks, where, and by how much.
 
-    parameters  no array is in a static field or complex
-    shapes      the output has the shape and dtype of the input (of a model: logits)
-    jit         compiling twice gives the same output
-    causal      no output depends on a later input
-    bidirectional
-                encoder, instead of causal: every output depends on every input; encoder-decoder, in
-                addition: every output depends on every token of the source
-    batch       a sequence gives the same output alone, in a batch and under vmap
-    cached      decoding in chunks gives the output of one call, also with chunks of different
-                lengths in each row
-    padding     padding after a sequence changes nothing
-    documents   of a model with `separate_documents`: a document gives the same output alone and
-                after another one
-    gradients   finite, not zero for any parameter and for the input, and right by finite
-                differences in float64
-    bfloat16    close to float32
-    scan        a stack of blocks gives the same output unrolled and scanned
-
-From the command line: `gptlite check-block FILE.py:CLASS`. Options follow the name, as in
-`FILE.py:CLASS:rank=4`.
+From the command line: `gptlite check-block FILE.py:CLASS`, which also lists the laws (`--list`).
 """
 
+import functools
 import inspect
+import re
 import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import FrozenInstanceError, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import FrozenInstanceError, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -34,30 +17,44 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Key
 
 from gptlite.config import ModelConfig
 from gptlite.errors import UserError, require
 from gptlite.machine.fields import Count, Seed, check_value
-from gptlite.machine.pytrees import count_parameters, path_name
-from gptlite.research.checks import CHECKS, INPUT, inapplicable
-from gptlite.research.subject import Kind, make_subject
+from gptlite.machine.pytrees import count_parameters, inside, path_name
+from gptlite.nn.stack import Stack
+from gptlite.research.laws import LAWS
+from gptlite.research.laws.gradients import INPUT
+from gptlite.research.laws.law import NotApplicableError, NotAskedError
+from gptlite.research.small import SMALL
+from gptlite.research.subject import Kind, Sees, make_subject, modules_in
 
-SMALL = ModelConfig(n_layers=2, n_heads=2, d_model=16, context_length=16)
+# Tokens of a sequence, if no window of the block is larger. No multiple of 16.
+TOKENS = 40
+# The largest window, chunk or table that sequences are made longer than.
+LARGEST_WINDOW = 256
+# The least that a gain or a bias is moved to, and the most: a gate near 0 or far from it is shut.
+OPEN = (0.3, 1.0)
+# The number of the layer that a block is told to be.
+LAYER = 1
 
 
 class CheckError(AssertionError):
-    """A block fails checks. `checks` are the names of those that fail."""
+    """A block breaks laws. `checks` are the names of those."""
 
     def __init__(self, name: str, failures: Sequence[tuple[str, str]]):
-        """`name`: the block's. `failures`: the name of each check that fails, and why."""
-        self.checks = tuple(check for check, _ in failures)
+        """`name`: the block's. `failures`: the name of each law that it breaks, and how."""
+        self.name = name
+        self.failures = dict(failures)
+        self.checks = tuple(self.failures)
         lines = [f"{check}: {message}" for check, message in failures]
         super().__init__(f"{name} fails:\n  " + "\n  ".join(lines))
 
 
 @dataclass(frozen=True)
 class Report:
-    """A block that passes all checks."""
+    """A block that breaks no law."""
 
     name: str
     kind: Kind
@@ -65,13 +62,19 @@ class Report:
     """The last axis of the output: d_model, or the vocabulary."""
     parameters: int
     checks: tuple[str, ...]
+    """The laws that hold."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """What was not looked at, and why: options change that."""
+    does_not_apply: Mapping[str, str] = field(default_factory=dict)
+    """The laws that say nothing about such a block, and why."""
 
     def __str__(self) -> str:
         axis = "vocabulary" if self.kind in ("model", "encoder-decoder") else "d_model"
-        return (
+        passes = (
             f"{self.name} ({self.kind}, {axis} {self.width}, {self.parameters:,} parameters) "
             f"passes: {', '.join(self.checks)}"
         )
+        return "\n".join([passes, *(f"  not {law}: {why}" for law, why in self.left_out.items())])
 
 
 def check_block(
@@ -82,15 +85,19 @@ def check_block(
     options: Mapping[str, Any] = MappingProxyType({}),
     d_model: int | None = None,
     causal: bool | None = None,
-    seq: int = 8,
+    seq: int | None = None,
+    sees: str | Sees | None = None,
+    reference: Any = None,
     zero_grad: Sequence[str] = (),
-    checks: Sequence[str] = tuple(CHECKS),
+    checks: Sequence[str] = tuple(LAWS),
+    skip: Sequence[str] = (),
     seed: int = 0,
 ) -> Report:
-    """Run the checks in `gptlite.research.check_block`'s docstring. A block takes some seconds, an
+    """Run the laws of `gptlite.research.laws` that apply. A block takes some seconds, an
     encoder-decoder longer.
 
-    All parameters are moved at random first, so that a parameter that starts at zero has an effect.
+    All parameters are moved at random first, so that one that starts at zero has an effect, and so
+    that no gate stays shut.
 
     **Arguments:**
 
@@ -99,82 +106,197 @@ def check_block(
     - `kind`: `layer`, called as `layer(x)`, as an MLP or a norm is; `block`, with `init_cache` and
       the call of `Attention` or `Block`; `model`, called as `model(ids)`; `encoder`;
       `encoder-decoder`. Default: inferred from the class and its methods.
-    - `config`, `options`: of a class, which is built with the options as keyword arguments.
+    - `config`, `options`: of a class, which is built with the options as keyword arguments. The law
+      of dropout builds it with `dropout` and `attention_dropout` instead of the config's, or with
+      an option of its own of the name `dropout`.
     - `d_model`: of a module that is a layer or a block. For a class, that of `config`.
     - `causal`: False for an encoder's block, in which every token sees every other. Default: False
       for an `Encoder` and for what has an `Attention` that is not causal.
-    - `seq`: tokens in a sequence; more than any window or chunk that the block has.
+    - `seq`: tokens in a sequence; more than any window, chunk or table that the block has. Default:
+      40, or 8 more than the largest number up to 256 that a field of the block holds.
+    - `sees`: what an output must depend on, and nothing else: `all earlier` (and its own input),
+      `window(64)` (the last 64, with its own), or a function of two positions, of an output and of
+      an input, that says whether it must. Default: seeing too little is not found.
+    - `reference`: another form of the block, a class or a module with the same parameters. The
+      outputs must be the same to 1e-4 of the largest, and each gradient to 1e-3.
     - `zero_grad`: names of parameters whose gradient is zero by design: constants, and the bias of
       attention's keys without rotary positions and QK-norm, which softmax cancels. With
       `the input` among them, its gradient is not looked at.
-    - `checks`: the names of the checks to run. Default: all.
+    - `checks`: the names of the laws to run. Default: all.
+    - `skip`: names of laws that are left out, and named in the report.
     - `seed`: of the parameters and inputs.
 
-    **Raises:** `CheckError`, which names all checks that fail; `UserError` if there is no check or
-    parameter of a name, or a number is out of range.
+    **Raises:** `CheckError`, which names all laws that are broken; `UserError` if there is no law
+    or parameter of a name, or a number is out of range.
     """
-    unknown = sorted(set(checks) - CHECKS.keys())
-    require(not unknown, f"There is no check {unknown}: there are {', '.join(CHECKS)}.")
-    sizes = {"seq": seq} if d_model is None else {"seq": seq, "d_model": d_model}
-    for name, size in sizes.items():
-        check_value(name, size, Count)
+    unknown = sorted({*checks, *skip} - LAWS.keys())
+    require(not unknown, f"There is no law {unknown}: there are {', '.join(LAWS)}.")
+    for name, size in {"seq": seq, "d_model": d_model}.items():
+        if size is not None:
+            check_value(name, size, Count)
     check_value("seed", seed, Seed)
-    key = jax.random.key(seed)
     name = block.__name__ if isinstance(block, type) else type(block).__name__
-    if isinstance(block, type):
-        has_causal = causal is not None and "causal" in inspect.signature(block).parameters
-        causality = {"causal": causal} if has_causal else {}
+    build = _Builder(name, block, config, options, causal, zero_grad, seed)
+    module = build()
+    d_model = config.d_model if isinstance(block, type) else d_model
+    try:
+        subject = make_subject(module, kind, d_model, causal, seq or _tokens(module), seed)
+    except UserError as error:
+        raise CheckError(name, [("shapes", str(error))]) from error
+    if reference is not None:
+        other = reference
+        if isinstance(other, type):
+            names = inspect.signature(other).parameters
+            own = {name: value for name, value in options.items() if name in names}
+            other = replace(build, name=other.__name__, block=other, options=own)()
+        reference = _with_parameters(other, module)
+    subject = replace(
+        subject,
+        zero_grad=zero_grad,
+        separate_documents=isinstance(block, type) and config.separate_documents,
+        sees=_parse_sees(sees),
+        reference=reference,
+        with_dropout=build.with_dropout,
+    )
+    failures, passed, silent = [], [], {}
+    left_out = dict.fromkeys(skip, "left out, as skip says")
+    for law in (law for law in checks if law not in skip):
         try:
-            block = block(config, **options, **causality, key=key)
+            # GPUs multiply float32 numbers in a shorter format by default.
+            with jax.default_matmul_precision("highest"):
+                message = LAWS[law](subject)
+        except NotAskedError as reason:
+            left_out[law] = str(reason)
+            continue
+        except NotApplicableError as reason:
+            silent[law] = str(reason)
+            continue
+        except Exception as error:
+            message = f"it raised {describe(error)}"
+        if message is None:
+            passed.append(law)
+            continue
+        failures.append((law, message))
+        if law == "shapes":
+            break  # the others would only repeat it
+    subject.forget()
+    if failures:
+        raise CheckError(name, failures)
+    parameters = count_parameters(module)
+    left_out |= subject.notes
+    return Report(name, subject.kind, subject.width, parameters, tuple(passed), left_out, silent)
+
+
+def _parse_sees(sees: str | Sees | None) -> Sees | None:
+    if not isinstance(sees, str):
+        return sees
+    window = re.fullmatch(r"window\(([1-9]\d{0,5})\)", sees)
+    require(
+        sees == "all earlier" or window is not None,
+        f"sees must be 'all earlier', 'window(64)' or a function, got {sees!r}.",
+    )
+    size = int(window[1]) if window else 2**31
+    return lambda out, place: 0 <= out - place < size
+
+
+def _tokens(module: Any) -> int:
+    """More than any window, chunk or table of the block."""
+    values = [value for part in modules_in(module) for value in vars(part).values()]
+    sizes = [value for value in values if type(value) is int and value <= LARGEST_WINDOW]
+    return max(TOKENS, *(size + 8 for size in [0, *sizes]))
+
+
+@dataclass(frozen=True)
+class _Builder:
+    """Builds the block, and moves its parameters."""
+
+    name: str
+    block: Any
+    config: ModelConfig
+    options: Mapping[str, Any]
+    causal: bool | None
+    zero_grad: Sequence[str]
+    seed: int
+
+    def __call__(self, **changed: Any) -> Any:
+        """With fields of the config, or options, that are `changed`."""
+        block = self.block
+        if isinstance(block, type):
+            block = self._make(block, changed)
+        paths = {path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(block)}
+        missing = sorted(set(self.zero_grad) - paths - {INPUT})
+        require(not missing, f"There is no parameter {missing} in {self.name}, as zero_grad says.")
+        if any(map(jnp.iscomplexobj, jax.tree.leaves(eqx.filter(block, eqx.is_array)))):
+            # The laws would cast them, too.
+            sentence = "complex ones are cast to real ones in training."
+            raise CheckError(self.name, [("parameters", sentence)])
+        return _move_parameters(block, np.random.default_rng(self.seed), self.zero_grad)
+
+    def _make(self, block: Callable[..., Any], changed: Mapping[str, Any]) -> Any:
+        names = inspect.signature(block).parameters
+        options = {**self.options, **{k: v for k, v in changed.items() if k in names}}
+        fields = {k: v for k, v in changed.items() if k not in names and hasattr(self.config, k)}
+        if self.causal is not None and "causal" in names:
+            options["causal"] = self.causal
+        make = functools.partial(block, replace(self.config, **fields), **options)
+        key = jax.random.key(self.seed)
+        try:
+            return _make_layer(make, key) if "layer" in names else make(key=key)
         except Exception as error:
             why = f"it cannot be built: {describe(error)}"
             if isinstance(error, FrozenInstanceError):
                 why += ": its class does not declare that, as in `name: float`"
-            raise CheckError(name, [("shapes", why)]) from error
-        d_model = config.d_model
-    paths = {path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(block)}
-    missing = sorted(set(zero_grad) - paths - {INPUT})
-    require(not missing, f"There is no parameter {missing} in {name}, as zero_grad says.")
-    if any(map(jnp.iscomplexobj, jax.tree.leaves(eqx.filter(block, eqx.is_array)))):
-        # The checks would cast them, too.
-        sentence = "complex ones are cast to real ones in training."
-        raise CheckError(name, [("parameters", sentence)])
-    block = _move_parameters(block, np.random.default_rng(seed), zero_grad)
-    try:
-        subject = make_subject(block, kind, d_model, causal, seq, zero_grad, seed)
-    except UserError as error:
-        raise CheckError(name, [("shapes", str(error))]) from error
-    left_out = inapplicable(subject)
-    selected = [check for check in checks if check not in left_out]
-    failures = []
-    for check in selected:
-        try:
-            # GPUs multiply float32 numbers in a shorter format by default.
-            with jax.default_matmul_precision("highest"):
-                message = CHECKS[check](subject)
-        except Exception as error:
-            message = f"it raised {describe(error)}"
-        if message is not None:
-            failures.append((check, message))
-            if check == "shapes":
-                break  # the others would only repeat it
-    if failures:
-        raise CheckError(name, failures)
-    return Report(name, subject.kind, subject.width, count_parameters(block), tuple(selected))
+            raise CheckError(self.name, [("shapes", why)]) from error
+
+    def with_dropout(self, **rates: float) -> Any:
+        """With these shares dropped; None of a module, which is built already."""
+        return self(**rates) if isinstance(self.block, type) else None
+
+
+def _make_layer(make: Callable[..., Any], key: Key[Array, ""]) -> Any:
+    """A block that takes its number, made as in a model: all layers by one call."""
+    layers = eqx.filter_vmap(lambda key, layer: make(key=key, layer=layer))(
+        key[None], jnp.array([LAYER])
+    )
+    arrays, rest = eqx.partition(layers, eqx.is_array)
+    return eqx.combine(jax.tree.map(lambda array: array[0], arrays), rest)
 
 
 def _move_parameters(block: Any, random: np.random.Generator, zero_grad: Sequence[str]) -> Any:
-    """Every parameter perturbed, so that none is zero."""
+    """Every parameter perturbed, so that none is zero, and gains and biases brought to a size at
+    which no gate is shut."""
+    in_stack = inside(block, Stack)
 
-    def move(path, leaf):
+    def move(path, leaf, stacked):
         if not eqx.is_inexact_array(leaf) or path_name(path) in zero_grad:
             return leaf
         value = np.asarray(leaf)
         size = float(np.sqrt(np.mean(np.abs(value) ** 2))) if value.size else 0.0
-        scale = 0.1 * size or (value.shape[-1] ** -0.5 if value.ndim > 1 else 0.1)
-        return jnp.asarray((value + scale * random.normal(size=value.shape)).astype(value.dtype))
+        axes = value.ndim - int(stacked)
+        usual = value.shape[-1] ** -0.5 if axes > 1 else 0.1
+        scale = 0.1 * size if size > 0.1 * usual else usual
+        value = value + scale * random.normal(size=value.shape)
+        if axes <= 1:
+            value = np.sign(value) * np.clip(np.abs(value), *OPEN)
+        return jnp.asarray(value.astype(leaf.dtype))
 
-    return jax.tree_util.tree_map_with_path(move, block)
+    return jax.tree_util.tree_map_with_path(move, block, in_stack)
+
+
+def _with_parameters(reference: Any, module: Any) -> Any:
+    """`reference` with the parameters of `module`."""
+    own, others = (
+        {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (eqx.filter(tree, eqx.is_inexact_array) for tree in (module, reference))
+    )
+    shapes, wanted = ({k: v.shape for k, v in tree.items()} for tree in (own, others))
+    require(
+        shapes == wanted,
+        f"The reference must have the same parameters: it has {wanted}, and the block {shapes}.",
+    )
+    params, static = eqx.partition(reference, eqx.is_inexact_array)
+    leaves = [own[name] for name in others]
+    return eqx.combine(jax.tree.unflatten(jax.tree.structure(params), leaves), static)
 
 
 def describe(error: Exception) -> str:

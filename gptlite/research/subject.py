@@ -1,8 +1,9 @@
-"""The subject of the checks: a block, its inputs, and how it is called."""
+"""The subject of the laws: a block, its inputs, and how it is called."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import equinox as eqx
@@ -18,6 +19,8 @@ from gptlite.nn.context import Context
 BATCH = 3
 
 Kind = Literal["layer", "block", "model", "encoder", "encoder-decoder"]
+# Whether the output at a position must depend on the input at another one: `sees(out, in)`.
+Sees = Callable[[int, int], bool]
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +30,6 @@ class Subject:
     module: Any
     kind: Kind
     causal: bool
-    zero_grad: Sequence[str]
     x: np.ndarray
     """`[batch, seq, d_model]`, or ids, `[batch, seq]`."""
     other: np.ndarray
@@ -37,20 +39,95 @@ class Subject:
     call: Callable[..., Any]
     """`call(module, x, lengths, key) -> y`, of whole sequences."""
     init_cache: Callable[..., Any] | None = None
-    """`init_cache(module, x) -> cache`. None: the block has no cache."""
+    """`init_cache(module, x, capacity) -> cache`. None: the block has no cache."""
     extend: Callable[..., Any] = lambda module, x, cache, start, lengths: (module(x), cache)
     """`extend(module, x, cache, start, lengths) -> (y, cache)`."""
+    aux_loss: Callable[..., Any] | None = None
+    """`aux_loss(module, x, lengths)`. None: the block has none."""
+    zero_grad: Sequence[str] = ()
+    separate_documents: bool = False
+    """Whether the config of a block says that documents are kept apart."""
     source: np.ndarray | None = None
     """Ids, `[seq]`: of an encoder-decoder, the source of all sequences."""
+    sees: Sees | None = None
+    """What the output must depend on. None: not known."""
+    reference: Any = None
+    """Another form of the block, with the same parameters, or None."""
+    with_dropout: Callable[..., Any] = lambda **rates: None
+    """The block with shares of dropout, by the config's fields; None if it cannot be built."""
+    notes: dict[str, str] = field(default_factory=dict)
+    """What a law could not look at, by the law."""
+    _programs: dict[Any, Callable[..., Any]] = field(default_factory=dict)
 
     @property
     def seq(self) -> int:
         """Tokens in a sequence."""
         return self.x.shape[1]
 
+    @property
+    def has_floats(self) -> bool:
+        """Whether the input is `[..., d_model]`, and not ids."""
+        return self.x.dtype == np.float32
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, compiled; arguments that are no arrays are static. Its programs go when the
+        subject goes. (Those of `eqx.filter_jit` stay, and a process may have 65,530 maps of
+        memory.)"""
+        if function not in self._programs:
+            self._programs[function] = _compiled(function)
+        return self._programs[function]
+
     def run(self, x: Any, lengths: Any = None, key: Any = None, module: Any = None) -> np.ndarray:
         """The output for whole sequences, compiled."""
-        return run_compiled(self.call, self.module if module is None else module, x, lengths, key)
+        module = self.module if module is None else module
+        return np.asarray(self.compiled(self.call)(module, x, lengths, key))
+
+    def pull(
+        self, x: Any, cotangent: np.ndarray, lengths: Any = None, module: Any = None
+    ) -> tuple[np.ndarray, Any, Any]:
+        """The output, and the gradients of `vdot(cotangent, output)` by the parameters and by the
+        input (None for ids), compiled."""
+        module = self.module if module is None else module
+        out = self.compiled(self._pull)(module, x, lengths, cotangent)
+        return jax.tree.map(np.asarray, out)
+
+    def forget(self) -> None:
+        """Drop all programs."""
+        self._programs.clear()
+
+    @functools.cached_property
+    def _pull(self) -> Callable[..., Any]:
+        def pull(module, x, lengths, cotangent):
+            params, static = eqx.partition(module, eqx.is_inexact_array)
+
+            def call(params, inputs):
+                given = inputs if self.has_floats else x
+                return self.call(eqx.combine(params, static), given, lengths, None)
+
+            y, back = jax.vjp(call, params, x if self.has_floats else None)
+            return y, *back(cotangent.astype(y.dtype))
+
+        return pull
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(structure, static, arrays):
+        pairs = zip(static, arrays, strict=True)
+        leaves = [x if array is None else array for x, array in pairs]
+        return function(*jax.tree.unflatten(structure, leaves))
+
+    # Programs run a few times: level 0 halves the time to compile them.
+    options = {"xla_backend_optimization_level": 0}
+    jitted = jax.jit(run, static_argnums=(0, 1), compiler_options=options)
+
+    def call(*arguments):
+        leaves, structure = jax.tree.flatten(arguments)
+        is_array = [isinstance(x, jax.Array | np.ndarray | np.generic) for x in leaves]
+        static = (None if array else x for x, array in zip(leaves, is_array, strict=True))
+        arrays = [x if array else None for x, array in zip(leaves, is_array, strict=True)]
+        return jitted(structure, tuple(static), arrays)
+
+    return call
 
 
 def make_subject(
@@ -59,7 +136,6 @@ def make_subject(
     d_model: int | None,
     causal: bool | None,
     seq: int,
-    zero_grad: Sequence[str],
     seed: int,
 ) -> Subject:
     """**Raises:** `UserError` if the block is too small to be checked, or `d_model` is missing."""
@@ -71,7 +147,6 @@ def make_subject(
         "module": block,
         "kind": kind,
         "causal": causal,
-        "zero_grad": zero_grad,
     }
     random = np.random.default_rng(seed)
     if kind in ("layer", "block"):
@@ -81,8 +156,12 @@ def make_subject(
         x, other = random.normal(size=(2, BATCH, seq, d_model)).astype(np.float32)
         parts |= {"x": x, "other": other, "width": d_model}
         if kind == "layer":
-            return Subject(**parts, call=_call_layer, init_cache=lambda module, x: ())
-        return Subject(**parts, call=_call_block, init_cache=_block_cache, extend=_extend_block)
+            has_loss = hasattr(block, "aux_loss")
+            aux_loss = (lambda layer, x, lengths: layer.aux_loss(x, lengths)) if has_loss else None
+            parts |= {"init_cache": lambda module, x, capacity: (), "aux_loss": aux_loss}
+            return Subject(**parts, call=_call_layer)
+        calls = {"call": _call_block, "init_cache": _block_cache, "extend": _extend_block}
+        return Subject(**parts, **calls, aux_loss=_aux_loss_of_block)
 
     vocab = _vocab_size(block, kind)
     context_length = getattr(getattr(block, "config", None), "context_length", seq + 2)
@@ -136,9 +215,12 @@ def _call_block(block: Any, x: Any, lengths: Any, key: Any) -> Any:
     return out[0]
 
 
-def _block_cache(block: Any, x: Any) -> Any:
-    # With more room than is ever read.
-    return block.init_cache(x.shape[:-2], x.shape[-2] + 3, x.dtype)
+def _aux_loss_of_block(block: Any, x: Any, lengths: Any) -> Any:
+    return (*block(x, None, Context(lengths=lengths), key=None), 0.0)[2]
+
+
+def _block_cache(block: Any, x: Any, capacity: int) -> Any:
+    return block.init_cache(x.shape[:-2], capacity, x.dtype)
 
 
 def _extend_block(block: Any, x: Any, cache: Any, start: Any, lengths: Any) -> Any:
@@ -149,7 +231,7 @@ def _call_model(model: Any, ids: Any, lengths: Any, key: Any) -> Any:
     return model(ids, lengths=lengths, key=key)
 
 
-def _model_cache(model: Any, ids: Any) -> Any:
+def _model_cache(model: Any, ids: Any, capacity: int) -> Any:
     return model.init_cache(ids.shape[:-1])
 
 
@@ -175,7 +257,7 @@ def calls_of_targets(source: Any, source_lengths: Any = None) -> dict[str, Calla
     def extend(model, ids, cache, start, lengths):
         return _extend_model(model.decoder, ids, cache, start, lengths)
 
-    def init_cache(model, x):
+    def init_cache(model, x, capacity):
         return model.init_cache(*sources_of(x.shape[:-1]))
 
     return {"call": call, "init_cache": init_cache, "extend": extend}
@@ -204,13 +286,3 @@ def modules_in(tree: Any) -> Iterator[Any]:
             for field in dataclasses.fields(node):
                 if not field.metadata.get("static", False):
                     yield from modules_in(getattr(node, field.name, None))
-
-
-@eqx.filter_jit
-def call_jitted(function: Callable[..., Any], *arguments: Any) -> Any:
-    return function(*arguments)
-
-
-def run_compiled(function: Callable[..., Any], *arguments: Any) -> np.ndarray:
-    """`function(*arguments)`, compiled."""
-    return np.asarray(call_jitted(function, *arguments))

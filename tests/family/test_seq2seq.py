@@ -23,7 +23,7 @@ from gptlite.machine.pytrees import count_parameters
 from gptlite.nn import Attention, Heads
 from gptlite.nn.stack import unstacked
 from gptlite.research.check_block import check_block
-from gptlite.research.checks import CHECKS
+from gptlite.research.laws import LAWS
 from gptlite.research.subject import make_subject
 
 VOCAB = 19
@@ -174,7 +174,9 @@ def test_logits_equal_the_papers_formulas(block, shared):
 
 def test_an_encoder_decoder_passes_all_checks():
     report = check_block(paper(ONE), zero_grad=KEY_BIASES)
-    assert set(report.checks) == set(CHECKS) - {"documents", "scan"}
+    assert set(report.left_out) == {"sees", "reference"}
+    silent = {"documents", "auxiliary", "weights", "scan"}
+    assert set(report.does_not_apply) == silent
 
 
 def test_grouped_queries_and_gains_pass_the_checks_of_an_encoder_decoder():
@@ -231,8 +233,8 @@ BUGS = {
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(bug):
     check, make = BUGS[bug]
-    subject = make_subject(make(), "encoder-decoder", None, True, 7, (), 0)
-    assert CHECKS[check](subject) is not None
+    subject = make_subject(make(), "encoder-decoder", None, True, 7, 0)
+    assert LAWS[check](subject) is not None
 
 
 @pytest.mark.parametrize(

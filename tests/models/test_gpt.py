@@ -15,7 +15,6 @@ from gptlite.family.encoder import Encoder
 from gptlite.inspect.logit_lens import logit_lens
 from gptlite.models.gpt import GPT
 from gptlite.research.check_block import check_block
-from gptlite.research.checks import CHECKS
 from gptlite.training.loss import cross_entropy, window_losses
 
 IDS = jax.random.randint(jax.random.key(2), (3, TINY.context_length), 0, VOCAB)
@@ -29,11 +28,11 @@ def test_every_way_of_putting_a_model_together_is_right(name):
     # Softmax cancels a bias of the keys, unless QK-norm or rotary positions turn it.
     gpt2 = model.config.bias and not model.config.qk_norm
     zero_grad = ["stack.blocks.attention.heads.key.bias"] if gpt2 else ()
-    left_out = {"jit", "scan", "bidirectional"}
-    if model.separator is None:
-        left_out.add("documents")
-    checks = [check for check in CHECKS if check not in left_out]
-    assert list(check_block(model, zero_grad=zero_grad, checks=checks).checks) == checks
+    report = check_block(model, zero_grad=zero_grad, skip=["jit"])
+    documents = set() if model.config.separate_documents else {"documents"}
+    assert set(report.left_out) == {"jit", "sees", "reference"} | documents
+    silent = {"bidirectional", "dropout", "auxiliary", "weights", "scan"}
+    assert set(report.does_not_apply) == silent
 
 
 def test_logits_stay_within_their_cap():

@@ -90,6 +90,7 @@ RULES: dict[str, str | None] = {
     "python benchmarks/sample_speed.py": "--shapes S --batches 1 --rounds 1",
     "python benchmarks/startup.py": "--rounds 1",
     "python benchmarks/large_text.py": "--megabytes 2 --rounds 1",
+    "python benchmarks/token_scan.py": "--rounds 1",
     "python tests/soak/kill_loop.py": "--kills 2",
     "python tests/soak/processes.py": "--kills 1",
     "python tests/soak/slurm.py": None,  # needs a SLURM

@@ -1,0 +1,178 @@
+"""Laws of what depends on what: causality, forward and backward; what must be seen."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gptlite.machine.pytrees import path_name
+from gptlite.nn.context import Context
+from gptlite.research.laws.law import (
+    LARGE,
+    NO_INFLUENCE,
+    NotApplicableError,
+    NotAskedError,
+    compare,
+    distance,
+    size_of,
+)
+from gptlite.research.laws.numbers import in_float64
+from gptlite.research.subject import Subject
+
+
+def check_causal(s: Subject) -> str | None:
+    """No output depends on a later input."""
+    _require_causal(s)
+    for key in (None, jax.random.key(0)):  # as in evaluation, and as in training
+        before = s.run(s.x, key=key)
+        for place in range(1, s.seq):
+            # What a mask lets through shows beside large scores.
+            scales = (1.0, LARGE) if s.has_floats and place % 8 == 1 else (1.0,)
+            for scale in scales:
+                later = (scale * s.other[:, place:]).astype(s.x.dtype)
+                x = np.concatenate([s.x[:, :place], later], axis=1)
+                moved = distance(s.run(x, key=key), before)[:, :place]
+                if not moved.max() <= scale * NO_INFLUENCE * size_of(before):
+                    i = np.unravel_index(moved.argmax(), moved.shape)[1]
+                    return (
+                        f"the output at position {i} depends on inputs from position {place} on: "
+                        f"it changes by {moved.max():.2g} (the largest value is "
+                        f"{size_of(before):.2g})"
+                        + (f" when they are {scale:g} times as large" if scale > 1 else "")
+                        + ("." if key is None else " (given a key).")
+                    )
+    return None
+
+
+def check_backward(s: Subject) -> str | None:
+    """No gradient of an output depends on a later input, or reaches one."""
+    _require_causal(s)
+    cotangent = np.random.default_rng(0).normal(size=(*s.x.shape[:2], s.width))
+    for place in sorted({1, 2, s.seq // 4, s.seq // 2, 3 * s.seq // 4, s.seq - 1}):
+        earlier = cotangent.astype(np.float32)
+        earlier[:, place:] = 0
+        x = np.concatenate([s.x[:, :place], s.other[:, place:]], axis=1)
+        (_, params, inputs), (_, moved, moved_inputs) = s.pull(s.x, earlier), s.pull(x, earlier)
+        what = f"the gradient of the outputs before position {place}"
+        if s.has_floats:
+            size = size_of(inputs)
+            if not size_of(inputs[:, place:]) <= NO_INFLUENCE * size:
+                return (
+                    f"{what} reaches later inputs, up to {size_of(inputs[:, place:]):.2g} (the "
+                    f"largest one is {size:.2g}): if causal holds, look at a custom_vjp."
+                )
+            change = size_of(moved_inputs[:, :place] - inputs[:, :place])
+            if not change <= NO_INFLUENCE * size:
+                return f"{what} depends on later inputs: it changes by {change:.2g} of {size:.2g}."
+        for name, grad, other in pairs(params, moved):
+            change = size_of(other - grad)
+            if not change <= NO_INFLUENCE * max(size_of(grad), 1e-6):
+                return (
+                    f"{what} by {name} depends on later inputs: it changes by {change:.2g} (the "
+                    f"largest value is {size_of(grad):.2g})."
+                )
+    return None
+
+
+def check_bidirectional(s: Subject) -> str | None:
+    """Every output of an encoder depends on every input (or every token of the source)."""
+    if s.causal and s.source is None:
+        raise NotApplicableError("it is causal")
+    if s.source is None:
+        return _depends_on_all(s.run, s.x, s.other, "output", "input")
+    functions: dict[str, Callable[..., Any]] = {
+        "output": lambda model, source: model(source, s.x[0]),
+        "encoder's output": lambda model, source: model.encode(source),
+    }
+    for what, function in functions.items():
+        run = functools.partial(s.compiled(function), s.module)
+        message = _depends_on_all(run, s.source, s.other[0], what, "source")
+        if message:
+            return message
+    return None
+
+
+def _depends_on_all(
+    run: Callable[[Any], Any], x: np.ndarray, other: np.ndarray, what: str, of: str
+) -> str | None:
+    before, axis = np.asarray(run(x)), x.ndim - 1 if x.dtype != np.float32 else x.ndim - 2
+    for place in range(x.shape[axis]):
+        here = (slice(None),) * axis + (place,)
+        changed = x.copy()
+        changed[here] = other[here]
+        moved = distance(run(changed), before)
+        moved = moved.reshape(-1, moved.shape[-1]).max(axis=0)
+        if not moved.min() > NO_INFLUENCE * size_of(before):
+            return (
+                f"the {what} at position {moved.argmin()} does not depend on the {of} at {place}."
+            )
+    return None
+
+
+def check_sees(s: Subject) -> str | None:
+    """The output depends on what `sees` says, and on nothing else."""
+    if s.sees is None:
+        raise NotAskedError(
+            "sees says what the output must depend on: all earlier, window(64), or a function"
+        )
+    with in_float64(s) as (run, precision):
+        x, other = s.x, s.other
+        before, moved = run(x), np.zeros((s.seq, s.seq))
+        for place in range(s.seq):
+            for changes in (other, np.roll(other, 1, axis=0)):
+                changed = x.copy()
+                changed[:, place] = changes[:, place]
+                change = distance(run(changed), before).max(axis=0) / size_of(before)
+                moved[:, place] = np.maximum(moved[:, place], change)
+    for out in range(s.seq):
+        for place in range(s.seq):
+            if bool(s.sees(out, place)) != bool(moved[out, place] > precision):
+                must = "does not depend" if s.sees(out, place) else "depends"
+                return (
+                    f"the output at position {out} {must} on the input at {place} (a change there "
+                    f"moves it by {moved[out, place]:.2g} of its size)."
+                )
+    return None
+
+
+def check_documents(s: Subject) -> str | None:
+    """A document gives the same output alone and after another one."""
+    if s.kind not in ("block", "model"):
+        raise NotApplicableError("it is told of no documents")
+    separator = getattr(s.module, "separator", None)
+    if not s.separate_documents and separator is None:
+        raise NotAskedError("documents are kept apart only if the config has separate_documents")
+    for place in (1, s.seq // 2):
+        x = s.x.copy()
+        if s.kind == "model":
+            x[:, place] = separator
+            whole, alone = s.run(x), s.run(x[:, place:])
+        else:
+            run = functools.partial(s.compiled(_run_documents), s.module)
+            starts = np.where(np.arange(s.seq) < place, 0, place).astype(np.int32)
+            whole, alone = run(x, starts), run(x[:, place:], 0 * starts[place:])
+        what = f"a document from position {place} on"
+        message = compare(whole[:, place:], alone, what, "the same alone")
+        if message:
+            return message
+    return None
+
+
+def _run_documents(block: Any, x: Any, starts: Any) -> Any:
+    starts = jnp.broadcast_to(starts, x.shape[:-1])
+    return block(x, None, Context(document_starts=starts), key=None)[0]
+
+
+def _require_causal(s: Subject) -> None:
+    if not s.causal:
+        raise NotApplicableError("it is not causal")
+
+
+def pairs(*trees: Any) -> list[tuple[Any, ...]]:
+    """The name of each array of the trees, which have the same ones, and the arrays."""
+    named, *others = (jax.tree_util.tree_leaves_with_path(tree) for tree in trees)
+    rows = zip(named, *others, strict=True)
+    return [(path_name(row[0][0]), *(array for _, array in row)) for row in rows]
