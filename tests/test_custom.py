@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
-from conftest import TINY, VOCAB
+from conftest import TEXT, TINY, VOCAB, run_script, tiny_run
 from jaxtyping import TypeCheckError
 from support.runs import save_checkpoint
 
@@ -31,6 +31,7 @@ from gptlite.errors import UserError
 from gptlite.machine.files import write_json
 from gptlite.machine.mesh import make_mesh
 from gptlite.machine.names import CustomBlock
+from gptlite.models.build import make_part
 from gptlite.models.gpt import GPT
 from gptlite.nn import Linear, RMSNorm
 from gptlite.runs.load import load
@@ -42,7 +43,7 @@ from gptlite.training.step import TrainSteps
 SOURCE = """
 import pathlib
 import equinox as eqx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 pathlib.Path("executed").write_text("")
 
@@ -71,6 +72,16 @@ Alias = Twice
 class Halves(Twice):
     def __call__(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
         return x[..., ::2]
+
+
+class Deep(eqx.Module):
+    layer: Int[Array, ""]
+
+    def __init__(self, config, *, layer, key):
+        self.layer = layer
+
+    def __call__(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
+        return x / (self.layer + 1.0)
 
 
 class Wants(eqx.Module):
@@ -185,7 +196,7 @@ def test_annotations_in_custom_files_are_checked(file):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("{file}:Thrice", "no class Thrice in {file}: it has Twice, Times, Halves, Wants"),
+        ("{file}:Thrice", "no class Thrice in {file}: it has Twice, Times, Halves, Deep, Wants"),
         ("missing.py:Twice", "no file missing.py"),
         (
             "broken.py:Twice",
@@ -386,3 +397,45 @@ def test_the_source_of_a_block_is_what_was_executed(file):
 def test_a_config_without_custom_blocks_is_not_changed():
     assert with_custom(Config(), [], read=True) == Config()
     assert type(GPT(TINY, VOCAB, key=jax.random.key(0)).norm) is RMSNorm
+
+
+@pytest.mark.parametrize("block", ["pre", "post", "sandwich", "parallel"])
+@pytest.mark.parametrize("stack", ["unrolled", "scan"])
+def test_a_class_that_takes_it_is_given_the_number_of_its_layer(file, block, stack):
+    config = config_with(mlp=f"{file}:Deep", norm=f"{file}:Deep", block=block, stack=stack)
+    config = load_custom(dataclasses.replace(config.model, n_layers=3))
+    model: Any = GPT(config, VOCAB, key=jax.random.key(0))
+    layers = [part.layer for part in modules_of(model, "Deep")]
+    assert [layer.tolist() for layer in layers[:-1]] == [[0, 1, 2]] * (len(layers) - 1)
+    assert layers[-1].tolist() == 3  # the final norm is after all of them
+    # They differ in what they compute, and not only in their numbers.
+    same = eqx.tree_at(lambda it: it.stack.blocks.mlp.layer, model, jnp.zeros(3, int))
+    ids = jnp.arange(6)
+    one, other = (np.asarray(it.hidden(ids)[0]) for it in (model, same))
+    assert np.abs(one - other).max() > 0.01
+    with pytest.raises(UserError, match="has no option layer"):
+        make_part(
+            "mlp", load_custom(config_with(mlp=f"{file}:Deep:layer=1").model), jax.random.key(0)
+        )
+    with pytest.raises(TypeError, match="'layer'"):  # by a block that does not hand it on
+        make_part("mlp", config, jax.random.key(0))
+
+
+def modules_of(tree: Any, name: str) -> list[Any]:
+    def is_one(node):
+        return type(node).__name__ == name
+
+    return [node for node in jax.tree.leaves(tree, is_leaf=is_one) if is_one(node)]
+
+
+def test_a_run_with_numbered_layers_is_trained_resumed_and_loaded(file):
+    Path("text.txt").write_text(TEXT)
+    words = [*tiny_run(), "--model.mlp", f"{file}:Deep", "--run", "deep", "--model.n-layers", "2"]
+    first = run_script("train.py", *words, folder=Path())
+    assert (first.code, first.err) == (0, "")
+    assert f"{file}:Deep: parameters, shapes, causal hold" in first.out
+    more = ["--resume", "deep", "--custom", file, "--data.corpus", "text.txt"]
+    assert run_script("train.py", *more, "--training.steps", "12", folder=Path()).code == 0
+    model: Any = load("deep", custom=[file]).model
+    (layer,) = (part.layer for part in modules_of(model, "Deep"))
+    assert layer.tolist() == [0, 1]

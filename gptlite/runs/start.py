@@ -22,7 +22,7 @@ from jaxtyping import Array, Key
 
 from gptlite.cli import TrainArguments, check_start, settings
 from gptlite.config import Config
-from gptlite.custom import custom_arguments, load_custom
+from gptlite.custom import custom_arguments, custom_blocks, load_custom
 from gptlite.errors import UserError, require
 from gptlite.machine.memory import require_memory
 from gptlite.machine.mesh import check_tensor, mesh_shape
@@ -208,6 +208,10 @@ def start_run(arguments: TrainArguments) -> Iterator["TrainingRun"]:
         if arguments.resume is not None:
             folder.open()
         model = load_custom(config.model)  # before what takes time
+        if arguments.check_blocks and arguments.resume is None and custom_blocks(model):
+            from gptlite.research.before_training import check_custom
+
+            check_custom(model)
         corpus = load_corpus(config.data.corpus)
         data = dataclasses.replace(config.data, corpus=corpus.name)  # not `auto`
         config = dataclasses.replace(config, data=data, model=model)
