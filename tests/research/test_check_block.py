@@ -252,7 +252,7 @@ BUGS = {
     StateThatReadsOnePaddingTooMany: ("cached", "decoding token by token"),
     LooksAheadInTraining: ("causal", "(given a key)"),
     CacheOfABatchOnly: ("cached", "must have the same rank"),
-    ForgetsTheCapacity: ("cached", "is returned as one of float32[3, 19, 16]"),
+    ForgetsTheCapacity: ("cached", "is returned as one of float32[3, 20, 16]"),
     ReturnsNoCache: ("shapes", "ReturnsNoCache must return (y, cache), as attention"),
     NeedsAKey: ("shapes", "Dropout requires a key"),
     NormOverTheBatch: ("batch", "sequence 0 of a batch"),
