@@ -20,15 +20,16 @@ DRAWS = 512
 RARE = 2e-4
 # Tokens that are looked at.
 TOKENS = 6
-# The mean over keys differs from the output without one, as a share of single differences: of a
-# block of norms and an MLP by up to 0.38 at the first rate and 0.59 at the second, because it is
-# not linear. Without rescaling by 0.32 at the first rate; with a key of its own for no key by 0.7.
+# The difference between the mean over keys and the output without a key, as a share of the usual
+# difference of one output. A right block that is not linear has up to 0.38 at the first rate and
+# 0.59 at the second. Without rescaling it is 0.32 at the first rate. If something is dropped
+# without a key, too, it is 0.7.
 BIASED, SUSPICIOUS, BIASED_MODULE = 0.5, 0.2, 0.65
-# The variance at the second rate, in those of the first: 6 times, and 3.2 to 7.5 of what is not
-# linear. With what is kept and what is dropped exchanged, 1/6.
+# The variance at the second rate over that at the first: 6, and 3.2 to 7.5 for right blocks that
+# are not linear. If the shares that are kept and dropped are exchanged, it is 1/6.
 SPREAD = (2, 12)
-# Of what is linear, so that the mean is kept but for the accident of the draws, 6 to 7.6 times:
-# with half the share, 4.75.
+# The same for linear blocks, whose mean is kept up to the noise of the draws: 6 to 7.6. With half
+# the share it is 4.75.
 LINEAR, LINEAR_SPREAD = 0.05, 5.4
 
 
