@@ -68,8 +68,8 @@ class Transformer(eqx.Module):
             key=stack_key,
         )
         after = jnp.asarray(config.n_layers)
-        norm = make_part("norm", config, jax.random.fold_in(stack_key, after), layer=after)
-        self.norm = norm if final_norm else eqx.nn.Identity()
+        make = make_part if final_norm else eqx.nn.Identity  # which ignores what it is given
+        self.norm = make("norm", config, jax.random.fold_in(stack_key, after), layer=after)
 
     def hidden(
         self,
