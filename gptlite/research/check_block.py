@@ -27,8 +27,9 @@ from gptlite.nn.stack import Stack
 from gptlite.research.laws import LAWS
 from gptlite.research.laws.gradients import INPUT
 from gptlite.research.laws.law import NotApplicableError, NotAskedError
+from gptlite.research.sizes import sizes_of
 from gptlite.research.small import SMALL
-from gptlite.research.subject import Kind, Sees, make_subject, modules_in
+from gptlite.research.subject import Kind, Sees, make_subject
 
 # Tokens of a sequence, if no window of the block is larger. No multiple of 16.
 TOKENS = 40
@@ -113,7 +114,7 @@ def check_block(
     - `causal`: False for an encoder's block, in which every token sees every other. Default: False
       for an `Encoder` and for what has an `Attention` that is not causal.
     - `seq`: tokens in a sequence; more than any window, chunk or table that the block has. Default:
-      40, or 8 more than the largest number up to 256 that a field of the block holds.
+      40, or 8 more than the largest number up to 256 in the block's fields and code.
     - `sees`: what an output must depend on, and nothing else: `all earlier` (and its own input),
       `window(64)` (the last 64, with its own), or a function of two positions, of an output and of
       an input, that says whether it must. Default: seeing too little is not found.
@@ -144,19 +145,15 @@ def check_block(
     except UserError as error:
         raise CheckError(name, [("shapes", str(error))]) from error
     if reference is not None:
-        other = reference
-        if isinstance(other, type):
-            names = inspect.signature(other).parameters
-            own = {name: value for name, value in options.items() if name in names}
-            other = replace(build, name=other.__name__, block=other, options=own)()
-        reference = _with_parameters(other, module)
+        reference = _Reference(reference, build)
+        reference()  # tells whether its parameters are the same
     subject = replace(
         subject,
         zero_grad=zero_grad,
         separate_documents=isinstance(block, type) and config.separate_documents,
         sees=_parse_sees(sees),
+        rebuilt=build.rebuilt,
         reference=reference,
-        with_dropout=build.with_dropout,
     )
     failures, passed, silent = [], [], {}
     left_out = dict.fromkeys(skip, "left out, as skip says")
@@ -172,18 +169,20 @@ def check_block(
             silent[law] = str(reason)
             continue
         except Exception as error:
-            message = f"it raised {describe(error)}"
+            message = str(error) if isinstance(error, UserError) else f"it raised {describe(error)}"
         if message is None:
             passed.append(law)
             continue
         failures.append((law, message))
-        if law == "shapes":
+        if law in ("shapes", "memory"):
             break  # the others would only repeat it
     subject.forget()
     if failures:
         raise CheckError(name, failures)
     parameters = count_parameters(module)
     left_out |= subject.notes
+    if seq is None and subject.kind in ("layer", "block"):
+        left_out[f"more than {subject.seq} tokens"] = _beyond(module, config)
     return Report(name, subject.kind, subject.width, parameters, tuple(passed), left_out, silent)
 
 
@@ -201,9 +200,14 @@ def _parse_sees(sees: str | Sees | None) -> Sees | None:
 
 def _tokens(module: Any) -> int:
     """More than any window, chunk or table of the block."""
-    values = [value for part in modules_in(module) for value in vars(part).values()]
-    sizes = [value for value in values if type(value) is int and value <= LARGEST_WINDOW]
-    return max(TOKENS, *(size + 8 for size in [0, *sizes]))
+    return max(TOKENS, *(size + 8 for size in sizes_of(module) | {0} if size <= LARGEST_WINDOW))
+
+
+def _beyond(module: Any, config: ModelConfig) -> str:
+    known = {0, 1, *vars(config).values()}
+    sizes = sorted(size for size in sizes_of(module) - known if LARGEST_WINDOW < size < 2**16)
+    where = f", such as at {', '.join(map(str, sizes))}, which it holds" if sizes else ""
+    return f"seq looks at what begins later{where}"
 
 
 @dataclass(frozen=True)
@@ -217,6 +221,8 @@ class _Builder:
     causal: bool | None
     zero_grad: Sequence[str]
     seed: int
+    layer: int = LAYER
+    moved: bool = True
 
     def __call__(self, **changed: Any) -> Any:
         """With fields of the config, or options, that are `changed`."""
@@ -230,7 +236,16 @@ class _Builder:
             # The laws would cast them, too.
             sentence = "complex ones are cast to real ones in training."
             raise CheckError(self.name, [("parameters", sentence)])
+        if not self.moved:
+            return block
         return _move_parameters(block, np.random.default_rng(self.seed), self.zero_grad)
+
+    def rebuilt(self, **changed: Any) -> Any:
+        """With these fields of the config, `seed`, `layer` or `moved`. None of a module."""
+        if not isinstance(self.block, type):
+            return None
+        own = {name: changed.pop(name) for name in ("seed", "layer", "moved") if name in changed}
+        return replace(self, **own)(**changed)
 
     def _make(self, block: Callable[..., Any], changed: Mapping[str, Any]) -> Any:
         names = inspect.signature(block).parameters
@@ -241,22 +256,36 @@ class _Builder:
         make = functools.partial(block, replace(self.config, **fields), **options)
         key = jax.random.key(self.seed)
         try:
-            return _make_layer(make, key) if "layer" in names else make(key=key)
+            return _make_layer(make, key, self.layer) if "layer" in names else make(key=key)
         except Exception as error:
             why = f"it cannot be built: {describe(error)}"
             if isinstance(error, FrozenInstanceError):
                 why += ": its class does not declare that, as in `name: float`"
             raise CheckError(self.name, [("shapes", why)]) from error
 
-    def with_dropout(self, **rates: float) -> Any:
-        """With these shares dropped; None of a module, which is built already."""
-        return self(**rates) if isinstance(self.block, type) else None
+
+@dataclass(frozen=True)
+class _Reference:
+    """Builds the reference, with the parameters of the block."""
+
+    block: Any
+    build: _Builder
+
+    def __call__(self, **changed: Any) -> Any:
+        """None of a module, if something is changed."""
+        if not isinstance(self.block, type):
+            return None if changed else _with_parameters(self.block, self.build())
+        names = inspect.signature(self.block).parameters
+        options = {name: value for name, value in self.build.options.items() if name in names}
+        build = replace(self.build, name=self.block.__name__, block=self.block, options=options)
+        module = self.build.rebuilt(**changed) if changed else self.build()
+        return None if module is None else _with_parameters(build.rebuilt(**changed), module)
 
 
-def _make_layer(make: Callable[..., Any], key: Key[Array, ""]) -> Any:
+def _make_layer(make: Callable[..., Any], key: Key[Array, ""], layer: int) -> Any:
     """A block that takes its number, made as in a model: all layers by one call."""
     layers = eqx.filter_vmap(lambda key, layer: make(key=key, layer=layer))(
-        key[None], jnp.array([LAYER])
+        key[None], jnp.array([layer])
     )
     arrays, rest = eqx.partition(layers, eqx.is_array)
     return eqx.combine(jax.tree.map(lambda array: array[0], arrays), rest)
@@ -303,6 +332,11 @@ def describe(error: Exception) -> str:
     """An exception as a line, with the last line outside of packages that it came through."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     what = f"{type(error).__name__}: {' '.join(lines[:4])}"
+    if isinstance(error, jax.errors.ConcretizationTypeError | jax.errors.UnexpectedTracerError):
+        # What follows is about JAX's own objects.
+        what = f"{type(error).__name__}: {lines[0].partition('. ')[0].removesuffix('.')}"
+    if isinstance(error, jax.errors.ConcretizationTypeError):
+        what += ". (While JAX traces, jnp.where and lax.cond choose, and no `if`.)"
     packages = ("site-packages", str(Path(__file__).parents[1]), "<")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not any(part in frame.filename for part in packages):

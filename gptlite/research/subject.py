@@ -1,5 +1,6 @@
 """The subject of the laws: a block, its inputs, and how it is called."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,13 @@ from gptlite.family.seq2seq import Seq2Seq
 from gptlite.nn.context import Context
 
 BATCH = 3
+QUICK = {
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_parallel_codegen_split_count": 1,
+    "xla_cpu_use_fusion_emitters": False,
+}
+# The fields of a config that are shares of dropout.
+RATE_FIELDS = ("dropout", "attention_dropout")
 
 Kind = Literal["layer", "block", "model", "encoder", "encoder-decoder"]
 # Whether the output at a position must depend on the input at another one: `sees(out, in)`.
@@ -51,10 +59,12 @@ class Subject:
     """Ids, `[seq]`: of an encoder-decoder, the source of all sequences."""
     sees: Sees | None = None
     """What the output must depend on. None: not known."""
-    reference: Any = None
-    """Another form of the block, with the same parameters, or None."""
-    with_dropout: Callable[..., Any] = lambda **rates: None
-    """The block with shares of dropout, by the config's fields; None if it cannot be built."""
+    rebuilt: Callable[..., Any] = lambda **changes: None
+    """The block, built with other fields of the config (`dropout=0.1`), from another `seed`, as
+    another `layer`, or not `moved`; None of a module, which is built already."""
+    reference: Callable[..., Any] | None = None
+    """`reference(**changes)`: another form of what `rebuilt(**changes)` gives, with the same
+    parameters. None: there is none."""
     notes: dict[str, str] = field(default_factory=dict)
     """What a law could not look at, by the law."""
     _programs: dict[Any, Callable[..., Any]] = field(default_factory=dict)
@@ -110,15 +120,25 @@ class Subject:
         return pull
 
 
+@functools.cache
+def _quick_options() -> dict[str, Any]:
+    """Options of XLA that halve the time to compile, for programs that run a few times:
+    those that its version knows."""
+    known = {}
+    for name, value in QUICK.items():
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            jax.jit(lambda: 0, compiler_options={name: value})()
+            known[name] = value
+    return known
+
+
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(structure, static, arrays):
         pairs = zip(static, arrays, strict=True)
         leaves = [x if array is None else array for x, array in pairs]
         return function(*jax.tree.unflatten(structure, leaves))
 
-    # Programs run a few times: level 0 halves the time to compile them.
-    options = {"xla_backend_optimization_level": 0}
-    jitted = jax.jit(run, static_argnums=(0, 1), compiler_options=options)
+    jitted = jax.jit(run, static_argnums=(0, 1), compiler_options=_quick_options())
 
     def call(*arguments):
         leaves, structure = jax.tree.flatten(arguments)

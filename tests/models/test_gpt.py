@@ -31,7 +31,7 @@ def test_every_way_of_putting_a_model_together_is_right(name):
     report = check_block(model, zero_grad=zero_grad, skip=["jit"])
     documents = set() if model.config.separate_documents else {"documents"}
     assert set(report.left_out) == {"jit", "sees", "reference"} | documents
-    silent = {"bidirectional", "dropout", "auxiliary", "weights", "scan"}
+    silent = {"build", "bidirectional", "dropout", "auxiliary", "weights", "scan"}
     assert set(report.does_not_apply) == silent
 
 

@@ -316,12 +316,15 @@ def test_all_failures_are_reported():
 def test_the_blocks_without_bugs_pass():
     report = check_block(OneHead)
     assert str(report) == (
-        "OneHead (block, d_model 16, 768 parameters) passes: parameters, shapes, memory, jit, "
-        "causal, backward, batch, cached, padding, lengths, gradients, bfloat16, extremes, scan\n"
+        "OneHead (block, d_model 16, 768 parameters) passes: parameters, shapes, memory, build, "
+        "jit, causal, backward, batch, cached, padding, lengths, gradients, bfloat16, extremes, "
+        "scan\n"
         "  not sees: sees says what the output must depend on: all earlier, window(64), or a "
         "function\n"
         "  not documents: documents are kept apart only if the config has separate_documents\n"
-        "  not reference: reference names another form of the block, with the same parameters"
+        "  not reference: a wrong formula shows only beside another form of it, which reference "
+        "names\n"
+        "  not more than 40 tokens: seq looks at what begins later"
     )
     assert report.does_not_apply == {
         "bidirectional": "it is causal",

@@ -232,7 +232,57 @@ def test_what_has_no_derivative_is_said():
     report = check_block(StraightThrough, checks=["gradients"])
     assert "gradients of the input" in report.left_out
     assert "the output jumps" in str(report)
-    assert not check_block(TopK, checks=["gradients"]).left_out
+    assert list(check_block(TopK, checks=["gradients"]).left_out) == ["more than 40 tokens"]
+
+
+@jax.custom_vjp
+def dropped(weights, kept):
+    return jnp.where(kept, weights / 0.8, 0)
+
+
+dropped.defvjp(lambda weights, kept: (dropped(weights, kept), None), lambda _, grad: (grad, None))
+
+
+class ForgetsTheMaskBackwards(Grouped):
+    """A kernel whose backward pass lets everything through."""
+
+    def drop(self, weights, key):
+        if key is None:
+            return weights
+        return dropped(weights, jax.random.bernoulli(key, 0.8, weights.shape))
+
+
+@jax.custom_vjp
+def masked(v, real):
+    return jnp.where(real, v, 0)
+
+
+masked.defvjp(lambda v, real: (masked(v, real), None), lambda _, grad: (grad, None))
+
+
+class ReachesPaddingBackwards(RunningMean):
+    """The mean of all real tokens, in a kernel whose backward pass forgets which those are."""
+
+    def __call__(self, x, cache=None, context=WHOLE_SEQUENCE, *, key=None):
+        y, cache = super().__call__(x, cache, context, key=key)
+        v = masked(self.value(x), self.real(x, context))
+        pooled = jnp.sum(v, axis=-2, keepdims=True)
+        return y + pooled.astype(y.dtype), cache
+
+
+class HalvesInBfloat16(Layer):
+    def __call__(self, x):
+        return super().__call__(scaled(0.5 if x.dtype == jnp.bfloat16 else 1.0)(x))
+
+
+def test_wrong_gradients_beyond_whole_sequences_in_float32():
+    words = ", with padding and a key, is wrong"
+    assert words in caught(ForgetsTheMaskBackwards, "gradients")
+    assert words in caught(ReachesPaddingBackwards, "gradients", causal=False)
+    assert "in bfloat16 the gradient of" in caught(HalvesInBfloat16, "bfloat16")
+    for block in (Grouped, RunningMean):
+        holds(block, "gradients")
+        holds(block, "bfloat16")
 
 
 class LeaksBackwards(OneHead):
@@ -409,6 +459,77 @@ def test_what_begins_far_away():
     holds(OneHead, "bfloat16")
 
 
+class RowForEachPlace(OneHead):
+    """A learned table of positions, as long as the context."""
+
+    table: jax.Array
+
+    def __init__(self, config=SMALL, *, key):
+        super().__init__(config, key=key)
+        self.table = jax.random.normal(key, (config.context_length, D))
+
+    def rows(self, start, seq):
+        return self.table[jnp.asarray(start)[..., None] + jnp.arange(seq)]
+
+    def __call__(self, x, cache=None, context=WHOLE_SEQUENCE, *, key=None):
+        x = x + self.rows(context.start, x.shape[-2]).astype(x.dtype)
+        return super().__call__(x, cache, context, key=key)
+
+
+class LastRowTwice(RowForEachPlace):
+    def rows(self, start, seq):
+        start = jnp.asarray(start)[..., None]
+        last = jnp.where(start == 0, len(self.table) - 1, len(self.table) - 2)
+        return self.table[jnp.minimum(start + jnp.arange(seq), last)]
+
+
+def test_a_table_is_filled_to_its_last_row():
+    message = caught(LastRowTwice, "cached")
+    assert message.startswith("with a context_length of 40, decoding")
+    holds(RowForEachPlace, "cached")
+
+
+SIZE = 64
+
+
+def half(size):
+    return size // 2
+
+
+class LeaksBeyond(OneHead):
+    """A size in a global number, or in the code of a function."""
+
+    def size(self) -> int:
+        return SIZE
+
+    def mask(self, queries, keys, start):
+        seen = super().mask(queries, keys, start)
+        later = jnp.arange(keys) <= jnp.asarray(start)[..., None] + jnp.arange(queries) + 1
+        return seen if keys <= self.size() else later[..., None, :] | seen
+
+
+class LeaksBeyondHalf(LeaksBeyond):
+    def size(self) -> int:
+        return half(200)
+
+
+class LeaksFarAway(LeaksBeyond):
+    def size(self) -> int:
+        return 700
+
+
+def test_sizes_in_the_code():
+    for block in (LeaksBeyond, LeaksBeyondHalf):
+        assert "depends on inputs" in caught(block, "causal")
+    report = check_block(LeaksFarAway, checks=["causal"])
+    assert report.left_out["more than 72 tokens"] == (
+        "seq looks at what begins later, such as at 700, which it holds"
+    )
+    assert "depends on inputs" in caught(LeaksFarAway, "causal", seq=710)
+    report = check_block(OneHead, checks=["causal"])
+    assert report.left_out["more than 40 tokens"] == "seq looks at what begins later"
+
+
 class LastPlace(OneHead):
     """The cache has a place less than asked for."""
 
@@ -426,6 +547,26 @@ def test_a_cache_is_filled_to_its_last_place():
 class DtypeDrifts(RunningMean):
     def init_cache(self, batch, capacity, dtype):
         return jnp.zeros((*batch, D), dtype), jnp.zeros((*batch, 1), dtype)
+
+
+class StateInTheModelsFormat(RunningMean):
+    """Rounded at each token that is decoded."""
+
+    def init_cache(self, batch, capacity, dtype):
+        return jnp.zeros((*batch, D), dtype), jnp.zeros((*batch, 1), dtype)
+
+    def __call__(self, x, cache=None, context=WHOLE_SEQUENCE, *, key=None):
+        y, after = super().__call__(x, cache, context, key=key)
+        if cache is not None and after is not None:
+            pairs = zip(after, cache, strict=True)
+            after = tuple(new.astype(old.dtype) for new, old in pairs)
+        return y, after
+
+
+def test_a_state_is_not_rounded_at_each_token():
+    message = caught(StateInTheModelsFormat, "bfloat16")
+    assert message.startswith("in bfloat16 the output after 384 tokens of one sign, decoded one by")
+    holds(RunningMean, "bfloat16")
 
 
 class DropsTheSecondAxis(OneHead):
@@ -494,6 +635,11 @@ class LossOfNothing(WithLoss):
         return jnp.sum(p * jnp.log(p), axis=-1)
 
 
+class LossWithTwiceItsGradient(WithLoss):
+    def values(self, x):
+        return scaled(2.0)(super().values(x))
+
+
 class LossIsNaN(WithLoss):
     def aux_loss(self, x, lengths=None):
         real = self.real(x, lengths)
@@ -518,6 +664,9 @@ def test_auxiliary_losses(bug, words):
 
 def test_a_right_auxiliary_loss():
     holds(WithLoss, "auxiliary")
+    holds(WithLoss, "gradients")
+    message = caught(LossWithTwiceItsGradient, "gradients")
+    assert message.startswith("the gradient of up.weight by the auxiliary loss is wrong")
 
 
 # Numbers.
@@ -668,6 +817,21 @@ class OneKeyForAllUses(Grouped):
         return self.drop(y, key) + self.drop(x, key), cache
 
 
+class SameNumberFoldedIn(Grouped):
+    number: int = eqx.field(static=True, default=0)
+
+    def __call__(self, x, cache=None, context=WHOLE_SEQUENCE, *, key=None):
+        y, cache = super().__call__(x, cache, context, key=None)
+        if key is not None:
+            y = self.drop(y, jax.random.fold_in(key, 0))
+            x = self.drop(x, jax.random.fold_in(key, self.number))
+        return y + x, cache
+
+
+class AnotherNumberFoldedIn(SameNumberFoldedIn):
+    number: int = eqx.field(static=True, default=1)
+
+
 class KeysOfItsOwn(Grouped):
     def __call__(self, x, cache=None, context=WHOLE_SEQUENCE, *, key=None):
         keys = (None,) * 3 if key is None else jax.random.split(key, 3)
@@ -736,6 +900,7 @@ class StochasticDepth(Grouped):
         (NeverOn, "a key changes nothing, though the block has dropout"),
         (AlikeInAllRows, "in all rows of a batch"),
         (OneKeyForAllUses, "one key is used more than once"),
+        (SameNumberFoldedIn, "one key is used more than once"),
         (AlwaysOn, "without a key, alike rows of a batch give different outputs"),
         (HalfTheShare, "the wrong share is dropped: from 0.1 to 0.4, the variance grows by"),
         (AlwaysOnInOnePlace, "without a key, alike rows"),
@@ -756,7 +921,8 @@ class NormedAfterwards(NoRescaling):
 
 
 @pytest.mark.parametrize(
-    "block", [Grouped, TwoPlaces, StochasticDepth, KeysOfItsOwn, NormedAfterwards]
+    "block",
+    [Grouped, TwoPlaces, StochasticDepth, KeysOfItsOwn, AnotherNumberFoldedIn, NormedAfterwards],
 )
 def test_right_dropout(block):
     holds(block, "dropout")
@@ -847,6 +1013,79 @@ def test_nothing_is_remembered():
     holds(OneHead, "memory")
 
 
+class InAClosure(Layer):
+    """A matrix that a function holds."""
+
+    function: Any = eqx.field(static=True)
+
+    def __init__(self, config=SMALL, *, key):
+        super().__init__(config, key=key)
+        matrix = jax.random.normal(key, (config.d_model, config.d_model))
+        self.function = lambda x: x @ matrix.astype(x.dtype)
+
+    def __call__(self, x):
+        return super().__call__(self.function(x))
+
+
+class NothingInItsClosure(Layer):
+    function: Any = eqx.field(static=True)
+
+    def __init__(self, config=SMALL, *, key):
+        super().__init__(config, key=key)
+        self.function = lambda x: 2 * x
+
+    def __call__(self, x):
+        return super().__call__(self.function(x))
+
+
+BUILT = [0]
+
+
+class CountsItsLayers(Layer):
+    number: int = eqx.field(static=True)
+
+    def __init__(self, config=SMALL, *, key):
+        super().__init__(config, key=key)
+        self.number = BUILT[0] = BUILT[0] + 1
+
+    def __call__(self, x):
+        return super().__call__(x) / self.number
+
+
+class TrainsItsNumber(Layer):
+    scale: jax.Array
+
+    def __init__(self, config=SMALL, *, layer, key):
+        super().__init__(config, key=key)
+        self.scale = (layer + 1.0) ** -0.5
+
+    def __call__(self, x):
+        return super().__call__(x) * self.scale.astype(x.dtype)
+
+
+class KeepsItsNumber(Layer):
+    layer: jax.Array
+
+    def __init__(self, config=SMALL, *, layer, key):
+        super().__init__(config, key=key)
+        self.layer = layer
+
+    def __call__(self, x):
+        return super().__call__(x) * ((self.layer + 1.0) ** -0.5).astype(x.dtype)
+
+
+def test_nothing_is_kept_outside_of_arrays():
+    assert "neither trained nor saved" in caught(InAClosure, "build")
+    assert "what was built before" in caught(CountsItsLayers, "build")
+    holds(NothingInItsClosure, "build")
+    report = check_block(TrainsItsNumber, checks=["build"])
+    assert "depends on the layer, and training changes it" in report.left_out["build of scale"]
+    assert "build of layer" not in check_block(KeepsItsNumber, checks=["build"]).left_out
+    module = Layer(key=jax.random.key(0))
+    report = check_block(module, d_model=D, checks=["build"])
+    assert report.does_not_apply == {"build": "it is built already"}
+
+
 # A reference.
 
 
@@ -867,6 +1106,78 @@ def test_a_reference():
     assert message.startswith("the gradient of up.weight differs") or "the input" in message
     with pytest.raises(UserError, match="must have the same parameters"):
         check_block(Layer, reference=OneHead)
+
+
+class DropsScores(Grouped):
+    """In place of weights: softmax brings the share of the others to one."""
+
+    def drop(self, weights, key):
+        if key is None:
+            return weights
+        scores = super().drop(jnp.log(weights + 1e-30), key)
+        return jax.nn.softmax(jnp.where(weights > 0, scores, -1e9))
+
+
+class DropsWholeHeads(Grouped):
+    def drop(self, weights, key):
+        if key is None:
+            return weights
+        kept = jax.random.bernoulli(key, 1 - self.dropout, (*weights.shape[:-2], 1, 1))
+        return weights * kept / (1 - self.dropout)
+
+
+class DropsTheSameForAllTokens(Grouped):
+    def drop(self, weights, key):
+        if key is None:
+            return weights
+        shape = (*weights.shape[:-2], 1, weights.shape[-1])
+        return weights * jax.random.bernoulli(key, 1 - self.dropout, shape) / (1 - self.dropout)
+
+
+class ExchangesItsRates(TwoPlaces):
+    def __init__(self, config, *, key):
+        super().__init__(config, key=key)
+        self.dropout, self.residual = config.dropout, config.attention_dropout
+
+
+class HeadsOfWeightsReversed(Grouped):
+    def weights(self, x, cache=None, context=WHOLE_SEQUENCE, *, key=None):
+        return super().weights(x, cache, context)[..., ::-1, :, :]
+
+
+class Distances(OneHead):
+    """A bias that grows with the distance, in a format that is written in the code."""
+
+    dtype: Any = eqx.field(static=True, default=jnp.float32)
+
+    def positions(self, x, start):
+        return x
+
+    def softmax(self, scores):
+        queries, keys = (jnp.arange(size).astype(self.dtype) for size in scores.shape[-2:])
+        bias = 0.1 * (queries[:, None] - keys).astype(scores.dtype)
+        return super().softmax(scores - bias)
+
+
+class DistancesInHalfPrecision(Distances):
+    dtype: Any = eqx.field(static=True, default=jnp.bfloat16)
+
+
+def test_what_only_a_reference_finds():
+    for bug, right, words in (
+        (DropsScores, Grouped, "with attention_dropout 0.4, the output at position 0 varies"),
+        (DropsWholeHeads, Grouped, "with attention_dropout 0.4, the output at position 1 varies"),
+        (ExchangesItsRates, TwoPlaces, "with dropout 0.4, the output at position"),
+        (DropsTheSameForAllTokens, Grouped, "with attention_dropout 0.4, the sum of the outputs"),
+        (HeadsOfWeightsReversed, Grouped, "weights differs from the reference's"),
+        (DistancesInHalfPrecision, Distances, "the output differs from the reference's"),
+    ):
+        assert words in caught(bug, "reference", reference=right)
+        holds(right, "reference", reference=right)
+    notes = check_block(DistancesInHalfPrecision, checks=["bfloat16"]).left_out
+    assert "it rounds to 16 bits there, too" in notes["bfloat16 of a float32 model"]
+    assert "bfloat16 of a float32 model" not in check_block(Distances, checks=["bfloat16"]).left_out
+    assert "reference names" in check_block(Layer, checks=["reference"]).left_out["reference"]
 
 
 # Unusual, and right.

@@ -11,6 +11,7 @@ LAWS: dict[str, Callable[[Subject], str | None]] = {
     "parameters": form.check_parameters,
     "shapes": form.check_shapes,
     "memory": form.check_memory,
+    "build": form.check_build,
     "jit": form.check_jit,
     "causal": order.check_causal,
     "backward": order.check_backward,

@@ -10,8 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from gptlite.machine.pytrees import cast, is_parameter, path_name
-from gptlite.research.laws.law import compare
+from gptlite.research.laws.law import NotApplicableError, compare, pairs
 from gptlite.research.subject import Subject, modules_in
+
+# A seed that nothing else has.
+REBUILT = 2**30
 
 
 def check_parameters(s: Subject) -> str | None:
@@ -82,6 +85,33 @@ def check_memory(s: Subject) -> str | None:
     parts = (jnp.asarray(x) for x in (short, s.other[:, :4], short))
     first, _, again = (s.call(s.module, x, None, None) for x in parts)
     return compare(again, first, "a second call, not compiled,", "the first")
+
+
+def check_build(s: Subject) -> str | None:
+    """A block that is built anew computes the same with the same arrays."""
+    again = s.rebuilt(seed=REBUILT)
+    if again is None:
+        raise NotApplicableError("it is built already")
+    others, rest = eqx.partition(again, eqx.is_array)
+    leaves = jax.tree.leaves(eqx.filter(s.module, eqx.is_array))
+    if [leaf.shape for leaf in leaves] != [leaf.shape for leaf in jax.tree.leaves(others)]:
+        return "built from another key, it has arrays of other shapes."
+    again = eqx.combine(jax.tree.unflatten(jax.tree.structure(others), leaves), rest)
+    message = compare(s.run(s.x, module=again), s.run(s.x), "built from another key, it", "before")
+    if message:
+        return (
+            f"{message} Its arrays are the same: something else depends on the key, such as an "
+            "array that a function holds, or on what was built before. It is neither trained nor "
+            "saved."
+        )
+    here, above = (s.rebuilt(layer=layer, moved=False) for layer in (0, 1))
+    for name, one, other in pairs(*(eqx.filter(x, eqx.is_inexact_array) for x in (here, above))):
+        if one.ndim <= 1 and not np.array_equal(one, other):
+            s.notes[f"build of {name}"] = (
+                "its first value depends on the layer, and training changes it; a number that "
+                "should stay is computed in the call, from the integer"
+            )
+    return None
 
 
 def _are_equal(these: list[Any], those: list[Any]) -> bool:

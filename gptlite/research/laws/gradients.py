@@ -1,6 +1,8 @@
 """The law of gradients: finite, not zero, and right by finite differences."""
 
 import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
@@ -10,7 +12,7 @@ import numpy as np
 
 from gptlite.machine.pytrees import inside, path_name
 from gptlite.nn.stack import Stack
-from gptlite.research.subject import Subject
+from gptlite.research.subject import RATE_FIELDS, Subject
 
 # The name of the input among the parameters.
 INPUT = "the input"
@@ -24,24 +26,66 @@ STEPS = (1e-2, 1e-3, 1e-4, 1e-5)
 SMOOTH = (0.03, 0.3)
 
 
+@dataclass(frozen=True, eq=False)
+class _Function:
+    """What is derived."""
+
+    where: str
+    """For messages; empty for what the block computes of whole sequences."""
+    module: Any
+    call: Callable[[Any, Any], Any]
+    """`call(module, x)`."""
+
+
 def check_gradients(s: Subject) -> str | None:
     """Gradients, also of the input, are finite, not zero, and right by finite differences."""
+    for function in _functions(s):
+        message = _check(s, function)
+        if message:
+            return message
+    return None
+
+
+def _functions(s: Subject) -> Iterator[_Function]:
+    yield _Function("", s.module, lambda module, x: s.call(module, x, None, None))
+    if s.kind == "block":
+        # A kernel for padding or for dropout has a backward pass, too.
+        lengths = np.array([1, s.seq - 3, s.seq], np.int32)
+        real = (np.arange(s.seq) < lengths[:, None])[..., None]
+        dropping = s.rebuilt(**dict.fromkeys(RATE_FIELDS, 0.2))
+
+        def call(module, x):
+            y = s.call(module, x, jnp.asarray(lengths), jax.random.key(0))
+            return jnp.where(real, y, 0)
+
+        module = s.module if dropping is None else dropping
+        yield _Function(", with padding and a key,", module, call)
+    if s.aux_loss is not None:
+        aux_loss = s.aux_loss
+        yield _Function(" by the auxiliary loss", s.module, lambda m, x: aux_loss(m, x, None))
+
+
+def _check(s: Subject, function: _Function) -> str | None:
     with jax.enable_x64(True):
-        derivatives = _Derivatives(s, jnp.float64)
+        derivatives = None
         with contextlib.suppress(TypeError):
-            derivatives.trace()
+            derivatives = _Derivatives(s, function, jnp.float64)
+        if derivatives is not None:
             return derivatives.check()
     # It fixes a dtype, such as that of a carry.
-    return _Derivatives(s, jnp.float32).check()
+    return _Derivatives(s, function, jnp.float32).check()
 
 
 class _Derivatives:
     """Derivatives along a random direction of each parameter, and of the input, at several inputs:
-    where one has a kink, another one has none."""
+    where one has a kink, another one has none.
 
-    def __init__(self, s: Subject, dtype: Any):
-        self.subject = s
-        params, self.static = eqx.partition(s.module, eqx.is_inexact_array)
+    **Raises:** `TypeError` if the block does not compute in the dtype.
+    """
+
+    def __init__(self, s: Subject, function: _Function, dtype: Any):
+        self.subject, self.function = s, function
+        params, self.static = eqx.partition(function.module, eqx.is_inexact_array)
         self.names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
         self.stacked = jax.tree.leaves(inside(params, Stack))
         leaves, self.structure = jax.tree.flatten(params)
@@ -55,21 +99,18 @@ class _Derivatives:
         random = np.random.default_rng(0)
         shapes = [leaf.shape for leaf in leaves] + [s.x.shape] * self.has_input
         self.directions = [random.normal(size=shape).astype(dtype) for shape in shapes]
-        self.weights = random.normal(size=(*s.x.shape[:2], s.width)).astype(dtype)
+        out = jax.eval_shape(lambda point: self._call(self._leaves(point), point), self.points[0])
+        self.weights = np.asarray(random.normal(size=out.shape), dtype)
 
     def _call(self, leaves: Any, point: Any) -> Any:
         params = leaves[:-1] if self.has_input else leaves
         inputs = leaves[-1] if self.has_input else point
         module = eqx.combine(jax.tree.unflatten(self.structure, params), self.static)
-        return self.subject.call(module, inputs, None, None)
+        return self.function.call(module, inputs)
 
     def _leaves(self, point: Any) -> list[Any]:
         leaves = [jnp.asarray(leaf) for leaf in self.leaves]
         return [*leaves, point] if self.has_input else leaves
-
-    def trace(self) -> None:
-        """**Raises:** `TypeError` if the block does not compute in the dtype."""
-        jax.eval_shape(lambda point: self._call(self._leaves(point), point), self.points[0])
 
     def _at(self, point: Any) -> Any:
         """The gradient, and its products with the directions: as it is, and by differences."""
@@ -99,7 +140,7 @@ class _Derivatives:
         results = self.subject.compiled(lambda points: jax.lax.map(self._at, points))(self.points)
         results = jax.tree.map(lambda a: np.asarray(a, np.float64), results)
         grads, analytic, numeric, movement = results
-        message = self._check_values(grads)
+        message = None if self.function.where else self._check_values(grads)
         if message:
             return message
         # [points, parameters], and [points, steps, parameters].
@@ -107,6 +148,8 @@ class _Derivatives:
         size = np.maximum(np.abs(analytic), np.abs(numeric).min(axis=1))
         # Of derivatives that are small beside the largest one, rounding is left.
         noise = 1e-6 if self.weights.dtype == np.float64 else 1e-2
+        if not size.any():
+            return None  # an auxiliary loss that is always 0
         errors = errors / np.maximum(size, noise * size.max())
         jumps = self._jumps(movement)
         for i, name in enumerate(self.names):
@@ -122,8 +165,9 @@ class _Derivatives:
                 continue
             point = int(np.argsort(np.where(jumps[:, i], 0, errors[:, i]))[1])
             ratio = analytic[point, i] / numeric[point, 1, i] if numeric[point, 1, i] else np.inf
+            what = f"{name}{self.function.where}"
             return (
-                f"the gradient of {name} is wrong: its directional derivative is "
+                f"the gradient of {what} is wrong: its directional derivative is "
                 f"{analytic[point, i]:.4g}, and finite differences give "
                 f"{numeric[point, 1, i]:.4g}, so it is {ratio:.4g} times what it should be (at "
                 "another direction, perhaps otherwise): look at a custom_vjp or a stop_gradient."

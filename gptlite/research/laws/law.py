@@ -5,6 +5,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from gptlite.machine.pytrees import path_name
+
 # Tolerances, as a share of the largest number that is compared.
 # float32 has a precision of 6e-8. Sums of some hundred terms in another order differ by about ten
 # times that, and a bug by orders of magnitude more.
@@ -51,3 +53,10 @@ def compare(out: Any, wanted: Any, what: str, than: str, tolerance: float = SAME
 def is_finite(tree: Any) -> bool:
     """Whether all numbers of `tree` are finite."""
     return all(np.isfinite(np.asarray(x, np.float64)).all() for x in jax.tree.leaves(tree))
+
+
+def pairs(*trees: Any) -> list[tuple[Any, ...]]:
+    """The name of each array of the trees, which have the same ones, and the arrays."""
+    named, *others = (jax.tree_util.tree_leaves_with_path(tree) for tree in trees)
+    rows = zip(named, *others, strict=True)
+    return [(path_name(row[0][0]), *(array for _, array in row)) for row in rows]

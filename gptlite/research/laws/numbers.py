@@ -1,6 +1,8 @@
 """Laws of numbers: odd inputs, formats, rows without tokens."""
 
 import contextlib
+import functools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,15 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gptlite.research.laws.law import LARGE, compare, is_finite
+from gptlite.research.laws.law import LARGE, compare, is_finite, pairs, size_of
 from gptlite.research.subject import Subject
 
 # bfloat16 has 8 bits: 0.4 % a rounding, some ten of them in a row.
 BFLOAT16 = 0.1
+# A gradient has come through as many more.
+BFLOAT16_GRADIENT = 0.3
 # Between float32 and float64, for odd inputs: sums that cancel lose everything.
 ODD = 1e-2
-# Tokens of a long sequence: bfloat16 counts to 256.
-FAR = 1024
+# Tokens of a long sequence, and of one that takes less time: bfloat16 counts to 256.
+FAR = (1024, 512)
 
 
 def check_extremes(s: Subject) -> str | None:
@@ -62,12 +66,18 @@ def odd_inputs(s: Subject) -> dict[str, np.ndarray]:
 
 def check_bfloat16(s: Subject) -> str | None:
     """bfloat16 is close to float32, also far from the beginning."""
-    inputs = {"": s.x}
-    if _is_loop_free(s):
-        where = f" after {3 * FAR // 4} tokens"
-        inputs[where] = np.resize(s.x[:1], (1, FAR, *s.x.shape[2:]))
+    inputs, far, full = {"": s.x}, far_inputs(s), None
+    if far is not None:
+        begin = far.shape[1] * 3 // 4
+        where = f" after {begin} tokens"
+        inputs[where] = far
         if s.has_floats:  # so that sums grow
-            inputs[f"{where} of one sign"] = np.abs(inputs[where])
+            inputs[f"{where} of one sign"] = np.abs(far)
+    program = str(eqx.filter_make_jaxpr(s.call)(s.module, s.x, None, None)[0])
+    if re.search(r"\bb?f16\[", program):
+        s.notes["bfloat16 of a float32 model"] = (
+            "it rounds to 16 bits there, too; whether that is near enough, a reference tells"
+        )
     # Only the rounding of the arithmetic is compared, not that of parameters and inputs.
     rounded = cast_arrays(s.module, jnp.bfloat16)
     for where, x in inputs.items():
@@ -75,35 +85,94 @@ def check_bfloat16(s: Subject) -> str | None:
         half = s.run(x, module=rounded).astype(np.float32)
         wide = x.astype(np.float32) if s.has_floats else x
         full = s.run(wide, module=cast_arrays(rounded, np.float32))
-        error = _relative(half, full)[:, (3 * FAR // 4 if where else 0) :]
+        error = _relative(half, full)[:, x.shape[1] * 3 // 4 if where else 0 :]
         if not np.median(error) < BFLOAT16:
             return (
                 f"in bfloat16 the output{where} is off by {np.median(error):.2g} of its size (the "
                 f"median over positions; at most {BFLOAT16:g} is rounding)."
             )
+    whole = None if far is None else full
+    return _check_decoding(s, rounded, whole) or _check_gradients(s, rounded)
+
+
+def _check_decoding(s: Subject, rounded: Any, whole: np.ndarray | None) -> str | None:
+    """A state that is rounded at each token. `whole`: what one call gives in float32, or None."""
+    if s.kind != "block" or s.init_cache is None or not s.causal:
+        return None
+    length = FAR[-1]
+    x = np.abs(np.resize(s.x[:1], (1, length, *s.x.shape[2:]))).astype(jnp.bfloat16)
+    decode = s.compiled(functools.partial(_decode, s.init_cache, s.extend))
+
+    def error_of(wanted):
+        half = np.asarray(decode(rounded, x), np.float32)
+        return np.median(_relative(half, wanted[:, :length])[:, length * 3 // 4 :])
+
+    if whole is not None and error_of(whole) < BFLOAT16:
+        return None
+    # If that is as far off, the cache is wrong, and not the rounding.
+    error = error_of(np.asarray(decode(cast_arrays(rounded, np.float32), x.astype(np.float32))))
+    if error < BFLOAT16:
+        return None
+    return (
+        f"in bfloat16 the output after {length * 3 // 4} tokens of one sign, decoded one by one, "
+        f"is off by {error:.2g} of its size (at most {BFLOAT16:g} is rounding): a state that is "
+        "rounded at each token is better kept in float32."
+    )
+
+
+def _decode(init_cache: Any, extend: Any, module: Any, x: Any) -> Any:
+    def step(cache, token):
+        place, token = token
+        y, cache = extend(module, token[:, None], cache, place, None)
+        return cache, y[:, 0]
+
+    tokens = jnp.arange(x.shape[1], dtype=jnp.int32), jnp.moveaxis(x, 1, 0)
+    _, y = jax.lax.scan(step, init_cache(module, x, x.shape[1]), tokens)
+    return jnp.moveaxis(y, 0, 1)
+
+
+def _check_gradients(s: Subject, rounded: Any) -> str | None:
+    weights = np.random.default_rng(0).normal(size=(*s.x.shape[:2], s.width)).astype(np.float32)
+    x = s.x.astype(jnp.bfloat16) if s.has_floats else s.x
+    _, half, half_input = s.pull(x, weights, module=rounded)
+    wide = x.astype(np.float32) if s.has_floats else x
+    _, full, full_input = s.pull(wide, weights, module=cast_arrays(rounded, np.float32))
+    grads = [*pairs(half, full)] + [("the input", half_input, full_input)] * s.has_floats
+    largest = max((size_of(right) for _, _, right in grads), default=0.0)
+    for name, grad, right in grads:
+        if name in s.zero_grad or size_of(right) <= 1e-2 * largest:
+            continue  # rounding is all of what cancels
+        error = np.linalg.norm(np.asarray(grad, np.float64) - right)
+        error /= np.linalg.norm(np.asarray(right, np.float64))
+        if not error < BFLOAT16_GRADIENT:
+            return (
+                f"in bfloat16 the gradient of {name} is off by {error:.2g} of its size (at most "
+                f"{BFLOAT16_GRADIENT:g} is rounding)."
+            )
     return None
 
 
-def _is_loop_free(s: Subject) -> bool:
-    """Whether a long sequence may be computed: the block has no context length that is shorter,
-    and its program does not grow with the sequence."""
-    limit = getattr(getattr(s.module, "config", None), "context_length", FAR)
-    if limit < FAR or s.seq >= FAR:
-        return False
+def far_inputs(s: Subject) -> np.ndarray | None:
+    """One long sequence, if it may be computed: the block has no context length that is shorter,
+    and its program hardly grows with the sequence, as that of an unrolled loop does."""
+    limit = getattr(getattr(s.module, "config", None), "context_length", max(FAR))
 
     def size(seq):
         x = jax.ShapeDtypeStruct((1, seq, *s.x.shape[2:]), s.x.dtype)
         return str(eqx.filter_make_jaxpr(s.call)(s.module, x, None, None)[0]).count("\n")
 
-    with contextlib.suppress(Exception):
-        return size(FAR) <= 1.2 * size(s.seq)
-    return False
+    for length in FAR:
+        with contextlib.suppress(Exception):
+            if s.seq < length <= limit and size(length) <= 2 * size(s.seq):
+                return np.resize(s.x[:1], (1, length, *s.x.shape[2:]))
+    return None
 
 
 def check_lengths(s: Subject) -> str | None:
     """A sequence of one token, and a row of a batch with none, give no NaN, and the right token."""
+    single = s.run(s.x[:, :1])
     if s.causal:
-        message = compare(s.run(s.x[:, :1]), s.run(s.x)[:, :1], "a single token", "the first")
+        message = compare(single, s.run(s.x)[:, :1], "a single token", "the first")
         if message:
             return message
     if s.kind == "layer" or (s.kind == "model" and s.init_cache is None):
@@ -115,8 +184,7 @@ def check_lengths(s: Subject) -> str | None:
     for name, values in {"output": y, "gradient": (params, grad)}.items():
         if not is_finite(values):
             return f"the {name} is not finite, where a row of a batch has no token or one."
-    alone = s.run(s.x[1:2, :1])
-    return compare(y[1:2, :1], alone, "a row of one token", "the same alone")
+    return compare(y[1, :1], single[1], "a row of one token", "the same alone")
 
 
 def _relative(out: np.ndarray, wanted: np.ndarray) -> np.ndarray:

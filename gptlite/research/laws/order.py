@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gptlite.machine.pytrees import path_name
 from gptlite.nn.context import Context
 from gptlite.research.laws.law import (
     LARGE,
@@ -17,6 +16,7 @@ from gptlite.research.laws.law import (
     NotAskedError,
     compare,
     distance,
+    pairs,
     size_of,
 )
 from gptlite.research.laws.numbers import in_float64
@@ -169,10 +169,3 @@ def _run_documents(block: Any, x: Any, starts: Any) -> Any:
 def _require_causal(s: Subject) -> None:
     if not s.causal:
         raise NotApplicableError("it is not causal")
-
-
-def pairs(*trees: Any) -> list[tuple[Any, ...]]:
-    """The name of each array of the trees, which have the same ones, and the arrays."""
-    named, *others = (jax.tree_util.tree_leaves_with_path(tree) for tree in trees)
-    rows = zip(named, *others, strict=True)
-    return [(path_name(row[0][0]), *(array for _, array in row)) for row in rows]

@@ -1,20 +1,20 @@
 """Laws of training alone: dropout, and auxiliary losses."""
 
-import functools
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.random import define_prng_impl
 
 from gptlite.research.laws.law import SAME, NotApplicableError, is_finite, size_of
 from gptlite.research.laws.numbers import odd_inputs
-from gptlite.research.subject import Subject, modules_in
+from gptlite.research.subject import RATE_FIELDS, Subject, modules_in
 
 # Shares that are dropped, and how often.
 RATES = (0.1, 0.4)
-FIELDS = ("dropout", "attention_dropout")
 DRAWS = 512
 # A share that is so small that nothing at all is dropped in many draws.
 RARE = 2e-4
@@ -37,23 +37,16 @@ def check_dropout(s: Subject) -> str | None:
     """Dropout needs a key, keeps the mean, drops the right share, and differs by use and row."""
     if s.kind == "layer":
         raise NotApplicableError("it is called without a key")
-    by_rate = {rate: s.with_dropout(**dict.fromkeys(FIELDS, rate)) for rate in RATES}
+    by_rate = {rate: s.rebuilt(**dict.fromkeys(RATE_FIELDS, rate)) for rate in RATES}
     if by_rate[RATES[0]] is None:
         by_rate = {}
-    # One row, three times.
-    x = np.broadcast_to(s.x[:1, :TOKENS], (3, TOKENS, *s.x.shape[2:])).copy()
+    x = one_row(s)
     spread, biases = [], []
     for rate, module in (by_rate or {None: s.module}).items():
-        still, drawn = _draw(s, module, x)
-        message = _check_draws(module, still, drawn, rate)
+        still, drawn = draw(s, module, x)
+        message = _check_draws(module, still, drawn, rate) or _check_keys(s, module, x)
         if message:
             return message
-        try:
-            with jax.debug_key_reuse(True):
-                call = functools.partial(s.call, module, jnp.asarray(x), None)
-                jax.eval_shape(jax.jit(call), jax.random.key(0))
-        except jax.errors.KeyReuseError:
-            return "one key is used more than once, so that what is dropped is alike: split it."
         noise = drawn - still
         spread.append(np.sqrt(np.mean(noise**2)))
         biases.append(np.sqrt(np.mean(noise.mean(axis=(0, 1)) ** 2)) / spread[-1])
@@ -75,13 +68,13 @@ def check_dropout(s: Subject) -> str | None:
 
 def _check_each(s: Subject, x: np.ndarray) -> str | None:
     """Where a block has two places of dropout, each by itself: one may hide the other."""
-    none = dict.fromkeys(FIELDS, 0.0)
-    still = jax.tree.structure(s.with_dropout(**none))
-    modules = {field: s.with_dropout(**none | {field: RATES[1]}) for field in FIELDS}
+    none = dict.fromkeys(RATE_FIELDS, 0.0)
+    still = jax.tree.structure(s.rebuilt(**none))
+    modules = {field: s.rebuilt(**none | {field: RATES[1]}) for field in RATE_FIELDS}
     if any(jax.tree.structure(module) == still for module in modules.values()):
         return None
     for field, module in modules.items():
-        message = _check_draws(module, *_draw(s, module, x), RATES[1])
+        message = _check_draws(module, *draw(s, module, x), RATES[1])
         if message:
             return f"with {field} alone, {message}"
     return None
@@ -90,7 +83,7 @@ def _check_each(s: Subject, x: np.ndarray) -> str | None:
 def _is_not_rescaled(s: Subject, x: np.ndarray) -> bool:
     """Whether nothing changes where nothing is dropped, though the block is not blind to scale, as
     it is where a norm follows."""
-    still, drawn = _draw(s, s.with_dropout(**dict.fromkeys(FIELDS, RARE)), x)
+    still, drawn = draw(s, s.rebuilt(**dict.fromkeys(RATE_FIELDS, RARE)), x)
     same = np.abs(drawn - still).max(axis=(1, 2, 3)) <= 1e-6 * size_of(still)
     if np.mean(same) < 0.05:
         return False
@@ -109,7 +102,49 @@ def _is_not_rescaled(s: Subject, x: np.ndarray) -> bool:
     return True
 
 
-def _draw(s: Subject, module: Any, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _check_keys(s: Subject, module: Any, x: np.ndarray) -> str | None:
+    """Whether a key is used twice. JAX's own check knows no values: two keys that are folded from
+    one key and one number are the same."""
+    used: list[bytes] = []
+    impl = _recording(lambda key: used.append(np.asarray(key).tobytes()))
+    jax.block_until_ready(s.compiled(s.call)(module, x, None, jax.random.key(0, impl=impl)))
+    jax.effects_barrier()
+    if len(used) == len(set(used)):
+        return None
+    return "one key is used more than once, so that what is dropped is alike: split it."
+
+
+def _recording(record: Callable[[Any], None]) -> Hashable:
+    """Random numbers as usual, whose keys are recorded when they are split, or drawn from."""
+
+    def wrapped(data):
+        return jax.random.wrap_key_data(data, impl="threefry2x32")
+
+    def split(data, shape):
+        jax.debug.callback(record, data)
+        return jax.random.key_data(jax.random.split(wrapped(data), shape))
+
+    def draw_bits(data, width, shape):
+        jax.debug.callback(record, data)
+        return jax.random.bits(wrapped(data), shape, f"uint{width}")
+
+    return define_prng_impl(
+        key_shape=(2,),
+        seed=lambda seed: jax.random.key_data(jax.random.key(seed, impl="threefry2x32")),
+        split=split,
+        random_bits=draw_bits,
+        fold_in=lambda data, number: jax.random.key_data(jax.random.fold_in(wrapped(data), number)),
+        name="recording",
+        tag="rec",
+    )
+
+
+def one_row(s: Subject) -> np.ndarray:
+    """The beginning of the first row, three times."""
+    return np.broadcast_to(s.x[:1, :TOKENS], (3, TOKENS, *s.x.shape[2:])).copy()
+
+
+def draw(s: Subject, module: Any, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The output without a key, and outputs for many, `[draws, row, seq, width]`."""
     keys = jax.random.split(jax.random.key(1), DRAWS)
     still, drawn = s.compiled(_draws)(s.call, module, x, keys)
