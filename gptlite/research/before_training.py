@@ -44,7 +44,9 @@ def check_custom(config: ModelConfig) -> None:
                 checks=CHEAP,
             )
         except CheckError as error:
-            broken = " ".join(f"{law}: {message}" for law, message in error.failures.items())
+            broken = " ".join(
+                f"{law}: {message.removesuffix('.')}." for law, message in error.failures.items()
+            )
             raise UserError(
                 f"model.{field} {name} is not trained. {broken} {words} says more. To train it all "
                 "the same: --no-check-blocks."

@@ -6,6 +6,7 @@ From the command line: `gptlite check-block FILE.py:CLASS`, which also lists the
 import functools
 import inspect
 import re
+import sysconfig
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import FrozenInstanceError, dataclass, field, replace
@@ -29,16 +30,25 @@ from gptlite.research.laws.gradients import INPUT
 from gptlite.research.laws.law import NotApplicableError, NotAskedError
 from gptlite.research.sizes import sizes_of
 from gptlite.research.small import SMALL
-from gptlite.research.subject import Kind, Sees, make_subject
+from gptlite.research.subject import FAR, Kind, Sees, make_subject
 
-# Tokens of a sequence, if no window of the block is larger. No multiple of 16.
-TOKENS = 40
+# Tokens of a sequence, if no window of the block is larger: a prime, which no chunk divides.
+TOKENS = 41
 # The largest window, chunk or table that sequences are made longer than.
 LARGEST_WINDOW = 256
 # The least that a gain or a bias is moved to, and the most: a gate near 0 or far from it is shut.
 OPEN = (0.3, 1.0)
 # The number of the layer that a block is told to be.
 LAYER = 1
+# The laws that are looked at in layer 0, too, if a block is told its layer's number.
+OF_ALL_LAYERS = ("causal", "cached")
+# Errors whose first sentence says what is wrong. The others are about JAX's own objects.
+TRACING = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.UnexpectedTracerError,
+)
 
 
 class CheckError(AssertionError):
@@ -65,7 +75,7 @@ class Report:
     checks: tuple[str, ...]
     """The laws that hold."""
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """What was not looked at, and why: options change that."""
+    """What was not looked at, or not decided, and why, or which option changes that."""
     does_not_apply: Mapping[str, str] = field(default_factory=dict)
     """The laws that say nothing about such a block, and why."""
 
@@ -75,7 +85,8 @@ class Report:
             f"{self.name} ({self.kind}, {axis} {self.width}, {self.parameters:,} parameters) "
             f"passes: {', '.join(self.checks)}"
         )
-        return "\n".join([passes, *(f"  not {law}: {why}" for law, why in self.left_out.items())])
+        open_ = (f"  left open: {what}: {why}" for what, why in self.left_out.items())
+        return "\n".join([passes, *open_])
 
 
 def check_block(
@@ -114,12 +125,14 @@ def check_block(
     - `causal`: False for an encoder's block, in which every token sees every other. Default: False
       for an `Encoder` and for what has an `Attention` that is not causal.
     - `seq`: tokens in a sequence; more than any window, chunk or table that the block has. Default:
-      40, or 8 more than the largest number up to 256 in the block's fields and code.
+      41, or 9 more than the largest number up to 256 in the block's fields and code.
     - `sees`: what an output must depend on, and nothing else: `all earlier` (and its own input),
-      `window(64)` (the last 64, with its own), or a function of two positions, of an output and of
-      an input, that says whether it must. Default: seeing too little is not found.
-    - `reference`: another form of the block, a class or a module with the same parameters. The
-      outputs must be the same to 1e-4 of the largest, and each gradient to 1e-3.
+      `window(64)` (the last 64, with its own, in a sequence of 73 tokens), or a function of two
+      positions, of an output and of an input, that says whether it must. Default: seeing too little
+      is not found.
+    - `reference`: another form of the block, a class or a module with the same parameters. Outputs
+      and `weights` must be the same to 1e-4 of the largest, also far from the beginning, each
+      gradient to 1e-3, and by how much outputs vary with dropout, to 20 %.
     - `zero_grad`: names of parameters whose gradient is zero by design: constants, and the bias of
       attention's keys without rotary positions and QK-norm, which softmax cancels. With
       `the input` among them, its gradient is not looked at.
@@ -130,18 +143,27 @@ def check_block(
     **Raises:** `CheckError`, which names all laws that are broken; `UserError` if there is no law
     or parameter of a name, or a number is out of range.
     """
+    for name, names in {"checks": checks, "skip": skip, "zero_grad": zero_grad}.items():
+        require(not isinstance(names, str), f"{name} must be a list of names, got {names!r}.")
     unknown = sorted({*checks, *skip} - LAWS.keys())
     require(not unknown, f"There is no law {unknown}: there are {', '.join(LAWS)}.")
     for name, size in {"seq": seq, "d_model": d_model}.items():
         if size is not None:
             check_value(name, size, Count)
+    window = _window(sees)
+    least = max(4, window + 1)
+    require(
+        seq is None or seq >= least,
+        f"seq must be at least {least}{f' to check {sees}' if window else ''}, got {seq}.",
+    )
     check_value("seed", seed, Seed)
     name = block.__name__ if isinstance(block, type) else type(block).__name__
     build = _Builder(name, block, config, options, causal, zero_grad, seed)
     module = build()
     d_model = config.d_model if isinstance(block, type) else d_model
     try:
-        subject = make_subject(module, kind, d_model, causal, seq or _tokens(module), seed)
+        tokens = seq or max(_tokens(module), window + 9 if window else 0)
+        subject = make_subject(module, kind, d_model, causal, tokens, seed)
     except UserError as error:
         raise CheckError(name, [("shapes", str(error))]) from error
     if reference is not None:
@@ -152,9 +174,11 @@ def check_block(
         zero_grad=zero_grad,
         separate_documents=isinstance(block, type) and config.separate_documents,
         sees=_parse_sees(sees),
+        longest=config.context_length if isinstance(block, type) else max(FAR),
         rebuilt=build.rebuilt,
         reference=reference,
     )
+    lowest = replace(subject, module=build.rebuilt(layer=0)) if build.is_numbered else subject
     failures, passed, silent = [], [], {}
     left_out = dict.fromkeys(skip, "left out, as skip says")
     for law in (law for law in checks if law not in skip):
@@ -162,6 +186,9 @@ def check_block(
             # GPUs multiply float32 numbers in a shorter format by default.
             with jax.default_matmul_precision("highest"):
                 message = LAWS[law](subject)
+                if message is None and law in OF_ALL_LAYERS and build.is_numbered:
+                    message = LAWS[law](lowest)
+                    message = message and f"in layer 0, {message}"
         except NotAskedError as reason:
             left_out[law] = str(reason)
             continue
@@ -179,28 +206,33 @@ def check_block(
     subject.forget()
     if failures:
         raise CheckError(name, failures)
-    parameters = count_parameters(module)
+    parameters = count_parameters(eqx.filter(module, eqx.is_inexact_array))
     left_out |= subject.notes
     if seq is None and subject.kind in ("layer", "block"):
         left_out[f"more than {subject.seq} tokens"] = _beyond(module, config)
     return Report(name, subject.kind, subject.width, parameters, tuple(passed), left_out, silent)
 
 
+def _window(sees: str | Sees | None) -> int:
+    """The size of a window, as `sees` says it; else 0."""
+    if not isinstance(sees, str) or sees == "all earlier":
+        return 0
+    window = re.fullmatch(r"window\(([1-9]\d{0,5})\)", sees)
+    if window is None:
+        raise UserError(f"sees must be 'all earlier', 'window(64)' or a function, got {sees!r}.")
+    return int(window[1])
+
+
 def _parse_sees(sees: str | Sees | None) -> Sees | None:
     if not isinstance(sees, str):
         return sees
-    window = re.fullmatch(r"window\(([1-9]\d{0,5})\)", sees)
-    require(
-        sees == "all earlier" or window is not None,
-        f"sees must be 'all earlier', 'window(64)' or a function, got {sees!r}.",
-    )
-    size = int(window[1]) if window else 2**31
+    size = _window(sees) or 2**31
     return lambda out, place: 0 <= out - place < size
 
 
 def _tokens(module: Any) -> int:
     """More than any window, chunk or table of the block."""
-    return max(TOKENS, *(size + 8 for size in sizes_of(module) | {0} if size <= LARGEST_WINDOW))
+    return max(TOKENS, *(size + 9 for size in sizes_of(module) | {0} if size <= LARGEST_WINDOW))
 
 
 def _beyond(module: Any, config: ModelConfig) -> str:
@@ -239,6 +271,12 @@ class _Builder:
         if not self.moved:
             return block
         return _move_parameters(block, np.random.default_rng(self.seed), self.zero_grad)
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether the block is told the number of its layer."""
+        is_class = isinstance(self.block, type)
+        return is_class and "layer" in inspect.signature(self.block).parameters
 
     def rebuilt(self, **changed: Any) -> Any:
         """With these fields of the config, `seed`, `layer` or `moved`. None of a module."""
@@ -297,6 +335,8 @@ def _move_parameters(block: Any, random: np.random.Generator, zero_grad: Sequenc
     in_stack = inside(block, Stack)
 
     def move(path, leaf, stacked):
+        if isinstance(leaf, np.ndarray):  # of whole numbers with 64 bits, which JAX's do not have
+            leaf = jnp.asarray(leaf)
         if not eqx.is_inexact_array(leaf) or path_name(path) in zero_grad:
             return leaf
         value = np.asarray(leaf)
@@ -332,12 +372,11 @@ def describe(error: Exception) -> str:
     """An exception as a line, with the last line outside of packages that it came through."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     what = f"{type(error).__name__}: {' '.join(lines[:4])}"
-    if isinstance(error, jax.errors.ConcretizationTypeError | jax.errors.UnexpectedTracerError):
-        # What follows is about JAX's own objects.
+    if isinstance(error, TRACING):
         what = f"{type(error).__name__}: {lines[0].partition('. ')[0].removesuffix('.')}"
     if isinstance(error, jax.errors.ConcretizationTypeError):
         what += ". (While JAX traces, jnp.where and lax.cond choose, and no `if`.)"
-    packages = ("site-packages", str(Path(__file__).parents[1]), "<")
+    packages = ("site-packages", str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not any(part in frame.filename for part in packages):
             return f"{what} ({Path(frame.filename).name}, line {frame.lineno})"

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,9 +16,12 @@ import numpy as np
 from gptlite.errors import UserError, require
 from gptlite.family.encoder import Encoder
 from gptlite.family.seq2seq import Seq2Seq
-from gptlite.nn.context import Context
+from gptlite.nn.context import WHOLE_SEQUENCE, Context
 
 BATCH = 3
+# Tokens of a long sequence, and of one that takes less time: bfloat16 counts to 256.
+FAR = (1024, 512)
+# Options of XLA for quick compilation.
 QUICK = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_parallel_codegen_split_count": 1,
@@ -59,6 +63,8 @@ class Subject:
     """Ids, `[seq]`: of an encoder-decoder, the source of all sequences."""
     sees: Sees | None = None
     """What the output must depend on. None: not known."""
+    longest: int = max(FAR)
+    """Tokens of the longest sequence that the block is made for."""
     rebuilt: Callable[..., Any] = lambda **changes: None
     """The block, built with other fields of the config (`dropout=0.1`), from another `seed`, as
     another `layer`, or not `moved`; None of a module, which is built already."""
@@ -226,13 +232,17 @@ def _call_layer(layer: Any, x: Any, lengths: Any, key: Any) -> Any:
 
 
 def _call_block(block: Any, x: Any, lengths: Any, key: Any) -> Any:
+    return _out_of_block(block, x, lengths, key)[0]
+
+
+def _out_of_block(block: Any, x: Any, lengths: Any, key: Any) -> tuple[Any, ...]:
     out = block(x, None, Context(lengths=lengths), key=key)
     require(
         isinstance(out, tuple) and len(out) in (2, 3),
         f"{type(block).__name__} must return (y, cache), as attention, or (y, cache, aux_loss), as "
         "a whole block.",
     )
-    return out[0]
+    return out
 
 
 def _aux_loss_of_block(block: Any, x: Any, lengths: Any) -> Any:
@@ -240,7 +250,21 @@ def _aux_loss_of_block(block: Any, x: Any, lengths: Any) -> Any:
 
 
 def _block_cache(block: Any, x: Any, capacity: int) -> Any:
-    return block.init_cache(x.shape[:-2], capacity, x.dtype)
+    require(
+        hasattr(block, "init_cache"),
+        f"{type(block).__name__} has no method init_cache(batch, capacity, dtype), which decoding "
+        "needs.",
+    )
+    # A whole block is also given the context, which holds an encoder's output.
+    is_whole = len(eqx.filter_eval_shape(_out_of_block, block, x, None, None)) == 3
+    more = (WHOLE_SEQUENCE,) if is_whole else ()
+    try:
+        inspect.signature(block.init_cache).bind(x.shape[:-2], capacity, x.dtype, *more)
+    except TypeError as error:
+        takes = "(batch, capacity, dtype, context)" if is_whole else "(batch, capacity, dtype)"
+        name = f"{type(block).__name__}.init_cache"
+        raise UserError(f"{name} must take {takes}: {error}.") from error
+    return block.init_cache(x.shape[:-2], capacity, x.dtype, *more)
 
 
 def _extend_block(block: Any, x: Any, cache: Any, start: Any, lengths: Any) -> Any:

@@ -38,12 +38,12 @@ def check(
     Args:
         block: The file and the class, with the options of the class.
         model: The config. Its defaults here are small.
-        seq: Tokens in a sequence: more than any window, chunk or table of the block. Default: 40,
-            or 8 more than the largest number up to 256 that a field of the block holds.
+        seq: Tokens in a sequence: more than any window, chunk or table of the block. Default: 41,
+            or 9 more than the largest number up to 256 in the block's fields and code.
         sees: What an output must depend on, and nothing else: "all earlier", or "window(64)", the
             last 64 inputs with its own. Without it, seeing too little is not found.
         reference: Another form of the block, with the same parameters, which must give the same
-            outputs and gradients.
+            outputs, gradients and weights, and vary as much with dropout.
         zero_grad: A parameter whose gradient is zero by design; may be given several times.
         skip: A law that is left out; may be given several times.
         list_laws: List the laws, and end.

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import support.blocks
 from jax import lax
 from jax.core import Tracer
 from support.blocks import D, Layer, OneHead, RunningMean
@@ -18,6 +19,7 @@ from gptlite.models.build import make_part
 from gptlite.nn import WHOLE_SEQUENCE, Heads, Linear, RMSNorm
 from gptlite.nn.cache import write_at
 from gptlite.research.check_block import SMALL, CheckError, check_block
+from gptlite.research.sizes import sizes_of
 
 
 def caught(block: Any, law: str, **options: Any) -> str:
@@ -232,7 +234,7 @@ def test_what_has_no_derivative_is_said():
     report = check_block(StraightThrough, checks=["gradients"])
     assert "gradients of the input" in report.left_out
     assert "the output jumps" in str(report)
-    assert list(check_block(TopK, checks=["gradients"]).left_out) == ["more than 40 tokens"]
+    assert list(check_block(TopK, checks=["gradients"]).left_out) == ["more than 41 tokens"]
 
 
 @jax.custom_vjp
@@ -354,6 +356,57 @@ class Window(OneHead):
 
 class WindowShortByOne(Window):
     window: int = eqx.field(static=True, default=7)
+
+
+def test_a_sequence_is_longer_than_the_window_that_is_said():
+    message = caught(OneHead, "sees", sees="window(64)")
+    assert message.startswith("the output at position 64 depends on the input at 0")
+    with pytest.raises(UserError, match=r"seq must be at least 65 to check window\(64\), got 40"):
+        check_block(OneHead, sees="window(64)", seq=40)
+
+
+class Documents(OneHead):
+    """Attention that keeps documents apart."""
+
+    def same(self, starts, keys):
+        return jnp.arange(keys) >= starts[..., None]
+
+    def __call__(self, x, cache=None, context=WHOLE_SEQUENCE, *, key=None):
+        starts = context.document_starts
+        if starts is None:
+            return super().__call__(x, cache, context, key=key)
+        q, k, v = self.query(x), self.key(x), self.value(x)
+        if cache is not None:
+            cache = k, v = self.write(cache, (k, v), context.start)
+        seen = self.mask(q.shape[-2], k.shape[-2], context.start) & self.same(starts, k.shape[-2])
+        scores = (q @ jnp.swapaxes(k, -1, -2)).astype(jnp.promote_types(q.dtype, jnp.float32)) / 4
+        return self.mix(self.softmax(jnp.where(seen, scores, -1e9)), v), cache
+
+
+class LastDocumentForAll(Documents):
+    def same(self, starts, keys):
+        return super().same(jnp.broadcast_to(starts[..., -1:], starts.shape), keys)
+
+
+class DocumentsOfTheFirstRow(Documents):
+    def same(self, starts, keys):
+        return super().same(starts if starts.ndim == 1 else starts[:1], keys)
+
+
+class MixesDocumentsWhenCached(Documents):
+    def same(self, starts, keys):
+        right = super().same(starts, keys)
+        return right if keys == starts.shape[-1] else jnp.ones_like(right)
+
+
+def test_documents():
+    config = dataclasses.replace(SMALL, separate_documents=True)
+    for bug in (LastDocumentForAll, DocumentsOfTheFirstRow):
+        message = caught(bug, "documents", config=config)
+        assert message.startswith("a document between others (see context.document_starts)")
+    message = caught(MixesDocumentsWhenCached, "documents", config=config)
+    assert message.startswith("decoding a document between others")
+    holds(Documents, "documents", config=config)
 
 
 def test_seeing_too_little_or_too_much():
@@ -485,7 +538,7 @@ class LastRowTwice(RowForEachPlace):
 
 def test_a_table_is_filled_to_its_last_row():
     message = caught(LastRowTwice, "cached")
-    assert message.startswith("with a context_length of 40, decoding")
+    assert message.startswith("with a context_length of 41, decoding")
     holds(RowForEachPlace, "cached")
 
 
@@ -513,21 +566,73 @@ class LeaksBeyondHalf(LeaksBeyond):
         return half(200)
 
 
+class LeaksFar(LeaksBeyond):
+    def size(self) -> int:
+        return 7 * 100  # Python keeps the product
+
+
 class LeaksFarAway(LeaksBeyond):
     def size(self) -> int:
-        return 700
+        return 2000
 
 
 def test_sizes_in_the_code():
     for block in (LeaksBeyond, LeaksBeyondHalf):
         assert "depends on inputs" in caught(block, "causal")
     report = check_block(LeaksFarAway, checks=["causal"])
-    assert report.left_out["more than 72 tokens"] == (
-        "seq looks at what begins later, such as at 700, which it holds"
+    assert report.left_out["more than 73 tokens"] == (
+        "seq looks at what begins later, such as at 2000, which it holds"
     )
-    assert "depends on inputs" in caught(LeaksFarAway, "causal", seq=710)
+    message = caught(LeaksFar, "causal")
+    assert message.startswith("in a sequence of 1024 tokens, the output at position")
     report = check_block(OneHead, checks=["causal"])
-    assert report.left_out["more than 40 tokens"] == "seq looks at what begins later"
+    assert report.left_out["more than 41 tokens"] == "seq looks at what begins later"
+
+
+def number(default=90):
+    return default
+
+
+def inside(size):
+    return lambda: size
+
+
+class Sizes(Layer):
+    """Where a number may be that is a size."""
+
+    constant = 91
+    in_tuples = (92, (93,))
+    partial = functools.partial(number, 94)
+    closure = inside(95)
+
+    def in_defaults(self, size=96):
+        return size
+
+    def in_code(self):
+        return [(97, 98), lambda: 99]
+
+    def of_a_module(self):
+        return support.blocks.D + support.blocks.sizes_for_tests()
+
+
+def test_where_sizes_are_looked_for():
+    sizes: Any = Sizes
+    found = sizes_of(sizes(key=jax.random.key(0)))
+    assert set(range(90, 100)) | {D, 101} <= found
+    assert not {x for x in found if x > 101}
+
+
+class CacheOfTheContext(OneHead):
+    """A cache as long as the context, and a place less: its length is no array's."""
+
+    room: int = eqx.field(static=True)
+
+    def __init__(self, config=SMALL, *, key):
+        super().__init__(config, key=key)
+        self.room = config.context_length - 1
+
+    def init_cache(self, batch, capacity, dtype):
+        return super().init_cache(batch, self.room, dtype)
 
 
 class LastPlace(OneHead):
@@ -539,6 +644,9 @@ class LastPlace(OneHead):
 
 def test_a_cache_is_filled_to_its_last_place():
     assert "update shape must be smaller than operand shape" in caught(LastPlace, "cached")
+    # An error is told, too, where the context is as long as the sequence.
+    message = caught(CacheOfTheContext, "cached")
+    assert "update shape" in message or "with a context_length of 41" in message
 
 
 # Caches.
@@ -569,6 +677,57 @@ def test_a_state_is_not_rounded_at_each_token():
     holds(RunningMean, "bfloat16")
 
 
+class Count(eqx.Module):
+    """The mean of all values, from their sum and a counter."""
+
+    value: Linear
+    count: Any = eqx.field(static=True, default=jnp.int32)
+
+    def __init__(self, config=SMALL, *, key):
+        self.value = Linear(config.d_model, config.d_model, std=0.5, key=key)
+        self.count = type(self).count
+
+    def init_cache(self, batch, capacity, dtype):
+        return jnp.zeros((*batch, D)), jnp.zeros(batch, jnp.int32)
+
+    def __call__(self, x, cache=None, context=WHOLE_SEQUENCE, *, key=None):
+        lengths = jnp.asarray(x.shape[-2] if context.lengths is None else context.lengths)
+        real = jnp.broadcast_to(jnp.arange(x.shape[-2]) < lengths[..., None], x.shape[:-1])
+        v = jnp.where(real[..., None], self.value(x).astype(jnp.float32), 0)
+        total, count = jnp.cumsum(v, axis=-2), jnp.cumsum(real, axis=-1)
+        if cache is not None:
+            total, count = cache[0][..., None, :] + total, cache[1][..., None] + count
+            cache = total[..., -1, :], count[..., -1].astype(self.count)
+        y = total / jnp.maximum(count, 1)[..., None].astype(total.dtype)
+        return y.astype(x.dtype), cache
+
+
+class CountDrifts(Count):
+    count: Any = eqx.field(static=True, default=jnp.int8)
+
+
+class ReturnsNoCache(OneHead):
+    def __call__(self, x, cache=None, context=WHOLE_SEQUENCE, *, key=None):
+        return super().__call__(x, cache, context, key=key)[0], None
+
+
+class Permutes(Layer):
+    """By whole numbers that NumPy made: they have 64 bits."""
+
+    order: np.ndarray
+
+    def __init__(self, config=SMALL, *, key):
+        super().__init__(config, key=key)
+        self.order = np.random.default_rng(0).permutation(config.d_model)
+
+    def __call__(self, x):
+        return super().__call__(x[..., self.order])
+
+
+def test_whole_numbers_of_numpy():
+    assert {"gradients", "bfloat16", "extremes"} <= set(check_block(Permutes).checks)
+
+
 class DropsTheSecondAxis(OneHead):
     def write(self, cache, new, start):
         if jnp.ndim(start) > 1:
@@ -579,6 +738,10 @@ class DropsTheSecondAxis(OneHead):
 def test_caches_keep_their_form():
     message = caught(DtypeDrifts, "cached")
     assert message.startswith("in bfloat16, a cache of bfloat16[3, 16]")
+    message = caught(CountDrifts, "cached")
+    assert message.endswith("int32[3] is returned as one of float32[3, 16], int8[3].")
+    assert caught(ReturnsNoCache, "cached").endswith("is returned as one of nothing.")
+    holds(Count, "cached")
     holds(RunningMean, "cached")
 
 
@@ -832,6 +995,15 @@ class AnotherNumberFoldedIn(SameNumberFoldedIn):
     number: int = eqx.field(static=True, default=1)
 
 
+class SplitTwice(Grouped):
+    """Two splits of one key, of which other parts are used."""
+
+    def __call__(self, x, cache=None, context=WHOLE_SEQUENCE, *, key=None):
+        y, cache = super().__call__(x, cache, context, key=None)
+        keys = [None if key is None else jax.random.split(key)[i] for i in range(2)]
+        return self.drop(y, keys[0]) + self.drop(x, keys[1]), cache
+
+
 class KeysOfItsOwn(Grouped):
     def __call__(self, x, cache=None, context=WHOLE_SEQUENCE, *, key=None):
         keys = (None,) * 3 if key is None else jax.random.split(key, 3)
@@ -922,7 +1094,15 @@ class NormedAfterwards(NoRescaling):
 
 @pytest.mark.parametrize(
     "block",
-    [Grouped, TwoPlaces, StochasticDepth, KeysOfItsOwn, AnotherNumberFoldedIn, NormedAfterwards],
+    [
+        Grouped,
+        TwoPlaces,
+        StochasticDepth,
+        KeysOfItsOwn,
+        SplitTwice,
+        AnotherNumberFoldedIn,
+        NormedAfterwards,
+    ],
 )
 def test_right_dropout(block):
     holds(block, "dropout")
@@ -952,6 +1132,12 @@ class WeightsWithoutScale(Grouped):
         return jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
 
 
+class WeightsWithoutMask(Grouped):
+    def weights(self, x, cache=None, context=WHOLE_SEQUENCE, *, key=None):
+        q, k, _ = (self.heads.split(y) for y in self.heads.qkv(x, fused=False))
+        return jax.nn.softmax(self.scores(q, jnp.repeat(k, 2, axis=-3)))
+
+
 class SigmoidGrouped(Grouped):
     """Without softmax, keys have a gradient at the first token, too."""
 
@@ -978,6 +1164,7 @@ class GatedGrouped(Grouped):
 
 def test_weights_are_those_of_the_call():
     assert "weights are not those of the call" in caught(WeightsWithoutScale, "weights")
+    assert "for the later one at" in caught(WeightsWithoutMask, "weights")
     holds(Grouped, "weights")
     for block in (GatedGrouped, SigmoidGrouped):
         holds(block, "weights")
@@ -1165,7 +1352,7 @@ class DistancesInHalfPrecision(Distances):
 
 def test_what_only_a_reference_finds():
     for bug, right, words in (
-        (DropsScores, Grouped, "with attention_dropout 0.4, the output at position 0 varies"),
+        (DropsScores, Grouped, "with attention_dropout 0.4, the mean over keys is"),
         (DropsWholeHeads, Grouped, "with attention_dropout 0.4, the output at position 1 varies"),
         (ExchangesItsRates, TwoPlaces, "with dropout 0.4, the output at position"),
         (DropsTheSameForAllTokens, Grouped, "with attention_dropout 0.4, the sum of the outputs"),

@@ -10,14 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gptlite.errors import require
+from gptlite.errors import UserError, require
+from gptlite.nn.context import WHOLE_SEQUENCE
 from gptlite.nn.stack import Stack
 from gptlite.research.laws.form import shapes_in
 from gptlite.research.laws.law import (
+    LARGE,
+    NO_INFLUENCE,
     SAME,
     NotApplicableError,
     NotAskedError,
     compare,
+    distance,
     pairs,
     size_of,
 )
@@ -28,6 +32,8 @@ from gptlite.research.subject import BATCH, RATE_FIELDS, Subject, calls_of_targe
 # The share that is dropped in the comparison with a reference, and by how much of it what varies
 # over keys may differ: over 512 draws of three rows, it is known to a few per cent.
 NOISY, NOISE = 0.4, 0.2
+# The same of the mean over keys, as a share of the output without one.
+MEAN = 0.08
 
 
 def check_batch(s: Subject) -> str | None:
@@ -84,19 +90,20 @@ def check_cached(s: Subject) -> str | None:
     message = _check_decoding(s)
     if message:
         return message
-    # A table may have a row for each place of the context.
+    # A table or a cache may be as long as the context.
+    full = None
     with contextlib.suppress(Exception):  # it may need a longer one
         full = s.rebuilt(context_length=s.seq)
-        if not _is_alike(full, s.module):
-            message = _check_decoding(dataclasses.replace(s, module=full))
-            return message and f"with a context_length of {s.seq}, {message}"
-    return None
+    if full is None or _form(full) == _form(s.module):
+        return None
+    message = _check_decoding(dataclasses.replace(s, module=full, longest=s.seq))
+    return message and f"with a context_length of {s.seq}, {message}"
 
 
-def _is_alike(module: Any, other: Any) -> bool:
-    """Whether the two have parameters of the same shapes, or one is None."""
-    shapes = (jax.tree.map(jnp.shape, eqx.filter(x, eqx.is_array)) for x in (module, other))
-    return module is None or next(shapes) == next(shapes)
+def _form(module: Any) -> Any:
+    """All of it but the numbers in arrays."""
+    arrays, rest = eqx.partition(module, eqx.is_array)
+    return jax.tree.map(jnp.shape, arrays), jax.tree.leaves(rest)
 
 
 def _check_decoding(s: Subject) -> str | None:
@@ -129,10 +136,14 @@ def _check_decoding(s: Subject) -> str | None:
             and widths != least
             and not compare(_decode(s, x, chunks, least), wanted, "", "")
         ):
-            return f"{message} With less padding after the chunks it is right: see lengths."
+            return (
+                f"{message} With less padding after the chunks it is right: look at what is done "
+                "with context.lengths."
+            )
         if message:
             return message
-    message = None if s.kind == "layer" else _check_formats(s)
+    message = _check_large(s) if s.has_floats else None
+    message = message or (None if s.kind == "layer" else _check_formats(s))
     if message or s.source is None:
         return message
     padded = np.concatenate([s.source, s.source[:2]])
@@ -140,6 +151,20 @@ def _check_decoding(s: Subject) -> str | None:
     _, _, _, chunks, widths = ways[1]
     chunked = _decode(dataclasses.replace(s, **calls), s.x, chunks, widths)
     return compare(chunked, whole, "decoding with padding after the source", one_call)
+
+
+def _check_large(s: Subject) -> str | None:
+    """A softmax without its maximum, or a mask of -30, may be in decoding alone."""
+    x = LARGE * s.x
+    whole = s.run(x)
+    decoded = _decode(s, x, [1] * s.seq, [s.seq if s.kind != "layer" else 1] + [1] * (s.seq - 1))
+    error = np.median(distance(decoded, whole))
+    if error <= 1e-2 * size_of(whole):
+        return None
+    return (
+        f"decoding inputs {LARGE:g} times as large token by token differs from one call by "
+        f"{error:.2g} (the median over positions; the largest value is {size_of(whole):.2g})."
+    )
 
 
 def _check_formats(s: Subject) -> str | None:
@@ -151,10 +176,10 @@ def _check_formats(s: Subject) -> str | None:
         cache = eqx.filter_eval_shape(s.init_cache, module, x, s.seq)
         start = jax.ShapeDtypeStruct((), np.int32)
         _, after = eqx.filter_eval_shape(s.extend, module, x, cache, start, None)
-        if _cache_spec(after) != _cache_spec(cache):
+        if _cache_spec(s, after) != _cache_spec(s, cache):
             return (
-                f"in {jnp.dtype(dtype)}, a cache of {_cache_spec(cache)} is returned as one of "
-                f"{_cache_spec(after)}."
+                f"in {jnp.dtype(dtype)}, a cache of {_cache_spec(s, cache)} is returned as one of "
+                f"{_cache_spec(s, after)}."
             )
     return None
 
@@ -164,12 +189,13 @@ def _decode(s: Subject, x: np.ndarray, chunks: Sequence[Any], widths: Sequence[i
     or one for each. Padding makes each as long as `widths` says."""
     assert s.init_cache is not None
     batch = x.shape[: x.ndim - s.x.ndim + 1]
-    other = np.broadcast_to(s.other if len(batch) > 0 else s.other[0], x.shape)
+    other = np.roll(x, 1, axis=len(batch))  # no token that comes next
     starts = np.cumsum([np.zeros_like(chunks[0]), *chunks[:-1]], axis=0)
-    # Filled to its last place: none is left.
+    # Filled to its last place: none is left. Of one text, some are.
     capacity = max(int(np.max(start)) + width for start, width in zip(starts, widths, strict=True))
+    capacity = capacity if batch else min(capacity + 3, s.longest)
     cache = s.compiled(s.init_cache)(s.module, x, capacity)
-    spec, done = _cache_spec(cache), np.zeros((), np.int32)
+    spec, done = _cache_spec(s, cache), np.zeros((), np.int32)
     out = np.zeros((*batch, s.seq, s.width), np.float64)
     for chunk, width in zip(chunks, widths, strict=True):
         count = np.asarray(chunk, np.int32)
@@ -180,10 +206,8 @@ def _decode(s: Subject, x: np.ndarray, chunks: Sequence[Any], widths: Sequence[i
         shaped = real.reshape(*real.shape, *(1,) * (x.ndim - real.ndim))
         part = np.where(shaped, x[inside], other[inside])
         y, cache = s.compiled(s.extend)(s.module, part, cache, done, count)
-        require(
-            _cache_spec(cache) == spec,
-            f"a cache of {spec} is returned as one of {_cache_spec(cache)}.",
-        )
+        after = _cache_spec(s, cache)
+        require(after == spec, f"a cache of {spec} is returned as one of {after}.")
         out[(*(index[real] for index in rows), places[real])] = np.asarray(y, np.float64)[real]
         done = done + count
     return out
@@ -193,7 +217,7 @@ def check_padding(s: Subject) -> str | None:
     """Padding after a sequence changes nothing."""
     if s.kind == "layer" or (s.kind == "model" and s.init_cache is None):
         raise NotApplicableError("it has no padding")
-    lengths = np.array([s.seq - 3, s.seq - 3, s.seq][:BATCH])
+    lengths = np.array([s.seq - 3, s.seq // 2, s.seq])
     real = np.arange(s.seq) < lengths[:, None]
     shaped = real if s.x.ndim == 2 else real[..., None]
     padded = s.run(np.where(shaped, s.x, s.other), lengths)
@@ -242,8 +266,14 @@ def check_reference(s: Subject) -> str | None:
             "a wrong formula shows only beside another form of it, which reference names"
         )
     reference = s.reference()
+    try:
+        shape = s.run(s.x, module=reference).shape
+    except Exception as error:
+        raise UserError(f"the reference raised {type(error).__name__}: {error}") from error
+    if shape != s.run(s.x).shape:
+        return f"the reference gives {list(shape)}, and the block {list(s.run(s.x).shape)}."
     weights = np.random.default_rng(0).normal(size=(*s.x.shape[:2], s.width)).astype(np.float32)
-    for x in (s.x, s.other):
+    for x in (s.x, s.other, *([5 * s.x] if s.has_floats else [])):
         y, params, inputs = s.pull(x, weights)
         wanted, wanted_params, wanted_inputs = s.pull(x, weights, module=reference)
         message = compare(y, wanted, "the output", "the reference's")
@@ -258,6 +288,13 @@ def check_reference(s: Subject) -> str | None:
                     f"the gradient of {name} differs from the reference's by "
                     f"{size_of(grad - right):.2g} (the largest value is {size_of(right):.2g})."
                 )
+    if s.aux_loss is not None:
+        lengths = np.array([s.seq, s.seq - 3, s.seq - 5], np.int32)
+        aux_loss = s.compiled(s.aux_loss)
+        for given in (None, lengths):
+            own, right = (aux_loss(module, s.x, given) for module in (s.module, reference))
+            if not abs(own - right) <= SAME * max(abs(right), 1e-6):
+                return f"the auxiliary loss is {own:.6g}, and the reference's {right:.6g}."
     far = far_inputs(s)
     if far is not None:
         message = compare(s.run(far), s.run(far, module=reference), "the output", "the reference's")
@@ -279,8 +316,15 @@ def _check_noise(s: Subject) -> str | None:
         rates = dict.fromkeys(RATE_FIELDS, 0.0) | {field: NOISY}
         modules = s.rebuilt(**rates), s.reference and s.reference(**rates)
         if None in modules:
+            s.notes["reference of dropout"] = "a class is built with it, and a module is built"
             return None
         own, wanted = (_noise(s, module, x) for module in modules)
+        means = [noise.pop("mean") for noise in (own, wanted)]
+        if not abs(means[0] - means[1]) <= MEAN:
+            return (
+                f"with {field} {NOISY:g}, the mean over keys is {means[0]:.3g} times the output "
+                f"without one, and the reference's {means[1]:.3g} times."
+            )
         for what, size in own.items():
             if not abs(size - wanted[what]) <= NOISE * max(wanted[what], 1e-6):
                 return (
@@ -291,11 +335,16 @@ def _check_noise(s: Subject) -> str | None:
 
 
 def _noise(s: Subject, module: Any, x: np.ndarray) -> dict[str, float]:
-    """Standard deviations of outputs over keys."""
-    _, drawn = draw(s, module, x)
+    """Standard deviations of outputs over keys, and their mean as a share of the output without
+    one."""
+    still, drawn = draw(s, module, x)
     by_token = drawn.std(axis=0).mean(axis=(0, -1))
     places = {f"the output at position {i}": float(size) for i, size in enumerate(by_token)}
-    return places | {"the sum of the outputs": float(drawn.sum(axis=2).std(axis=0).mean())}
+    mean = float(np.mean(drawn * still) / np.mean(still**2))
+    return places | {
+        "the sum of the outputs": float(drawn.sum(axis=2).std(axis=0).mean()),
+        "mean": mean,
+    }
 
 
 def check_weights(s: Subject) -> str | None:
@@ -313,6 +362,13 @@ def check_weights(s: Subject) -> str | None:
     weights = np.asarray(s.compiled(_weights)(s.module, x), np.float64)
     if weights.shape[-2:] != (s.seq, s.seq) or weights.ndim != 3:
         return f"weights gives {list(weights.shape)}, and not [heads, {s.seq}, {s.seq}]."
+    later = np.triu(np.abs(weights).max(axis=0), 1)
+    if later.max() > NO_INFLUENCE * size_of(weights):
+        query, key = np.unravel_index(later.argmax(), later.shape)
+        return (
+            f"weights gives the token at position {query} a weight of {later.max():.2g} for the "
+            f"later one at {key}."
+        )
     means = weights @ x.astype(np.float64)  # [heads, seq, d_model]
     places = [0, 1, 2, s.seq // 2, s.seq - 1]
     cotangents = np.zeros((len(places), *s.x.shape[:2], s.width), np.float32)
@@ -356,7 +412,7 @@ def _has_weights(module: Any) -> bool:
 
 
 def _weights(module: Any, x: Any) -> Any:
-    return module.weights(x)
+    return module.weights(x, None, WHOLE_SEQUENCE, key=None)  # as the module is called
 
 
 def _outside(rows: np.ndarray, basis: np.ndarray) -> float:
@@ -366,8 +422,10 @@ def _outside(rows: np.ndarray, basis: np.ndarray) -> float:
     return float(np.linalg.norm(rest) / max(np.linalg.norm(rows), 1e-30))
 
 
-def _cache_spec(cache: Any) -> str:
+def _cache_spec(s: Subject, cache: Any) -> str:
     """Dtypes and shapes of a cache's arrays, without a model's length, which may be one for all
     rows or one for each."""
-    arrays = [x for x in jax.tree.leaves(cache) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    return ", ".join(f"{x.dtype}{list(x.shape)}" for x in arrays)
+    arrays = [
+        x for x in jax.tree.leaves(cache) if s.has_floats or jnp.issubdtype(x.dtype, jnp.inexact)
+    ]
+    return ", ".join(f"{x.dtype}{list(x.shape)}" for x in arrays) or "nothing"

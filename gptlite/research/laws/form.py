@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gptlite.machine.pytrees import cast, is_parameter, path_name
-from gptlite.research.laws.law import NotApplicableError, compare, pairs
+from gptlite.research.laws.law import NotApplicableError, compare, is_finite, pairs
 from gptlite.research.subject import Subject, modules_in
 
 # A seed that nothing else has.
@@ -29,6 +29,9 @@ def check_parameters(s: Subject) -> str | None:
                     f"{type(module).__name__}.{field.name} is an array in a static field, which is "
                     "neither trained nor saved."
                 )
+    if not isinstance(s.module, eqx.Module):
+        name = type(s.module).__name__
+        return f"{name} is no equinox.Module, so that its arrays are neither trained nor saved."
     for path, leaf in jax.tree_util.tree_leaves_with_path(s.module):
         if is_parameter(leaf) and leaf.dtype != jnp.float32:
             return f"{path_name(path)} is in {leaf.dtype} instead of float32."
@@ -43,6 +46,13 @@ def check_shapes(s: Subject) -> str | None:
         for dtype in (jnp.float32, jnp.bfloat16):
             inputs = jax.ShapeDtypeStruct(x.shape, dtype if s.has_floats else x.dtype)
             out = eqx.filter_eval_shape(s.call, shapes_in(s.module, dtype), inputs, None, None)
+            name = type(s.module).__name__
+            if not isinstance(out, jax.ShapeDtypeStruct):
+                kind = f"a {type(out).__name__}" if out is not None else "None"
+                return (
+                    f"{name} must return an array like its input, and returned {kind}. (An "
+                    "attention, or a whole block, has a method init_cache, and returns a tuple.)"
+                )
             shape = (*(x.shape[:-1] if s.has_floats else x.shape), s.width)
             wanted = jnp.dtype(jnp.float32 if gives_logits else dtype)
             if out.shape != shape or out.dtype != wanted:
@@ -50,6 +60,9 @@ def check_shapes(s: Subject) -> str | None:
                     f"{inputs.dtype}{list(inputs.shape)} in, {out.dtype}{list(out.shape)} out "
                     f"instead of {wanted}{list(shape)}."
                 )
+    if s.kind == "block" and s.causal:
+        init_cache: Any = s.init_cache
+        eqx.filter_eval_shape(lambda module: init_cache(module, s.x, s.seq), s.module)
     return None
 
 
@@ -64,10 +77,12 @@ def check_memory(s: Subject) -> str | None:
 
     def trace(x):
         params, static = eqx.partition(s.module, eqx.is_array)
-        traced = jax.make_jaxpr(
-            lambda params, x: s.call(eqx.combine(params, static), x, None, None)
-        )
-        program = traced(params, x)
+
+        def calls(params, x):  # as in evaluation, and as in training
+            module = eqx.combine(params, static)
+            return [s.call(module, x, None, key) for key in (None, jax.random.key(0))]
+
+        program = jax.make_jaxpr(calls)(params, x)
         # Functions inside are named by their addresses.
         return re.sub(r" at 0x[0-9a-f]+", "", str(program)), program.consts
 
@@ -88,7 +103,7 @@ def check_memory(s: Subject) -> str | None:
 
 
 def check_build(s: Subject) -> str | None:
-    """A block that is built anew computes the same with the same arrays."""
+    """Built anew, it computes the same with the same arrays; its own first values are finite."""
     again = s.rebuilt(seed=REBUILT)
     if again is None:
         raise NotApplicableError("it is built already")
@@ -105,6 +120,10 @@ def check_build(s: Subject) -> str | None:
             "saved."
         )
     here, above = (s.rebuilt(layer=layer, moved=False) for layer in (0, 1))
+    y, params, inputs = s.pull(s.x, np.ones((*s.x.shape[:2], s.width), np.float32), module=here)
+    for what, values in {"output": y, "gradient": (params, inputs)}.items():
+        if not is_finite(values):
+            return f"with its own first values, the {what} is not finite (in layer 0)."
     for name, one, other in pairs(*(eqx.filter(x, eqx.is_inexact_array) for x in (here, above))):
         if one.ndim <= 1 and not np.array_equal(one, other):
             s.notes[f"build of {name}"] = (

@@ -155,7 +155,7 @@ class _Derivatives:
         for i, name in enumerate(self.names):
             # Two of three: at one, there may be a kink within all steps.
             wrong = errors[:, i] > DERIVATIVE
-            if np.sum(wrong) < 2 or not size[:, i].any():
+            if name in self.subject.zero_grad or np.sum(wrong) < 2 or not size[:, i].any():
                 continue
             if np.sum(wrong & ~jumps[:, i]) < 2:
                 self.subject.notes[f"gradients of {name}"] = (
@@ -170,7 +170,8 @@ class _Derivatives:
                 f"the gradient of {what} is wrong: its directional derivative is "
                 f"{analytic[point, i]:.4g}, and finite differences give "
                 f"{numeric[point, 1, i]:.4g}, so it is {ratio:.4g} times what it should be (at "
-                "another direction, perhaps otherwise): look at a custom_vjp or a stop_gradient."
+                "another direction, perhaps otherwise): look at a custom_vjp or a stop_gradient. "
+                f"(If that is by design: zero_grad=[{name!r}].)"
             )
         return None
 

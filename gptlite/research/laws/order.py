@@ -1,11 +1,11 @@
 """Laws of what depends on what: causality, forward and backward; what must be seen."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from gptlite.nn.context import Context
@@ -16,10 +16,11 @@ from gptlite.research.laws.law import (
     NotAskedError,
     compare,
     distance,
+    is_finite,
     pairs,
     size_of,
 )
-from gptlite.research.laws.numbers import in_float64
+from gptlite.research.laws.numbers import far_inputs, in_float64
 from gptlite.research.subject import Subject
 
 
@@ -27,23 +28,43 @@ def check_causal(s: Subject) -> str | None:
     """No output depends on a later input."""
     _require_causal(s)
     for key in (None, jax.random.key(0)):  # as in evaluation, and as in training
-        before = s.run(s.x, key=key)
-        for place in range(1, s.seq):
-            # What a mask lets through shows beside large scores.
-            scales = (1.0, LARGE) if s.has_floats and place % 8 == 1 else (1.0,)
-            for scale in scales:
-                later = (scale * s.other[:, place:]).astype(s.x.dtype)
-                x = np.concatenate([s.x[:, :place], later], axis=1)
+        # What a mask lets through shows beside large scores: of later inputs, or of all.
+        large = ((1.0, LARGE), (LARGE, LARGE)) if s.has_floats else ()
+        for earlier, later in ((1.0, 1.0), *large):
+            first = (earlier * s.x).astype(s.x.dtype)
+            before = s.run(first, key=key)
+            for place in range(1, s.seq, 1 if later == 1 else 8):
+                changed = (later * s.other[:, place:]).astype(s.x.dtype)
+                x = np.concatenate([first[:, :place], changed], axis=1)
                 moved = distance(s.run(x, key=key), before)[:, :place]
-                if not moved.max() <= scale * NO_INFLUENCE * size_of(before):
+                if not moved.max() <= later * NO_INFLUENCE * size_of(before):
                     i = np.unravel_index(moved.argmax(), moved.shape)[1]
+                    whose = "all" if earlier > 1 else "they"
                     return (
                         f"the output at position {i} depends on inputs from position {place} on: "
                         f"it changes by {moved.max():.2g} (the largest value is "
                         f"{size_of(before):.2g})"
-                        + (f" when they are {scale:g} times as large" if scale > 1 else "")
+                        + (f" when {whose} are {later:g} times as large" if later > 1 else "")
                         + ("." if key is None else " (given a key).")
                     )
+    return _check_far(s)
+
+
+def _check_far(s: Subject) -> str | None:
+    """What begins beyond some number of tokens."""
+    x = far_inputs(s)
+    if x is None:
+        return None
+    seq, before = x.shape[1], s.run(x)
+    for place in (1, 2, seq // 2 + 1, seq - 1):
+        changed = np.concatenate([x[:, :place], x[:, :-place]], axis=1)
+        moved = distance(s.run(changed), before)[:, :place]
+        if not moved.max() <= NO_INFLUENCE * size_of(before):
+            return (
+                f"in a sequence of {seq} tokens, the output at position {moved.argmax()} depends "
+                f"on inputs from position {place} on: it changes by {moved.max():.2g} (the largest "
+                f"value is {size_of(before):.2g})."
+            )
     return None
 
 
@@ -57,6 +78,8 @@ def check_backward(s: Subject) -> str | None:
         x = np.concatenate([s.x[:, :place], s.other[:, place:]], axis=1)
         (_, params, inputs), (_, moved, moved_inputs) = s.pull(s.x, earlier), s.pull(x, earlier)
         what = f"the gradient of the outputs before position {place}"
+        if not is_finite((params, inputs, moved, moved_inputs)):
+            return f"{what} is not finite."
         if s.has_floats:
             size = size_of(inputs)
             if not size_of(inputs[:, place:]) <= NO_INFLUENCE * size:
@@ -139,31 +162,60 @@ def check_sees(s: Subject) -> str | None:
 
 
 def check_documents(s: Subject) -> str | None:
-    """A document gives the same output alone and after another one."""
+    """A document gives the same output alone and between others, also decoded with a cache."""
     if s.kind not in ("block", "model"):
         raise NotApplicableError("it is told of no documents")
     separator = getattr(s.module, "separator", None)
     if not s.separate_documents and separator is None:
         raise NotAskedError("documents are kept apart only if the config has separate_documents")
-    for place in (1, s.seq // 2):
-        x = s.x.copy()
-        if s.kind == "model":
-            x[:, place] = separator
-            whole, alone = s.run(x), s.run(x[:, place:])
-        else:
-            run = functools.partial(s.compiled(_run_documents), s.module)
-            starts = np.where(np.arange(s.seq) < place, 0, place).astype(np.int32)
-            whole, alone = run(x, starts), run(x[:, place:], 0 * starts[place:])
-        what = f"a document from position {place} on"
-        message = compare(whole[:, place:], alone, what, "the same alone")
-        if message:
-            return message
-    return None
+    x = s.x.copy()
+    ends = [[0, row + 1, s.seq // 2 + row, s.seq] for row in range(len(x))]
+    starts = np.zeros(x.shape[:2], np.int32)
+    for row, places in enumerate(ends):
+        for place in places[1:-1]:
+            starts[row, place:] = place
+            if separator is not None:
+                x[row, place] = separator
+    if separator is not None:
+        x[np.isin(x, separator) & (starts != np.arange(s.seq))] = (separator + 1) % s.width
+    alone = np.empty((*x.shape[:2], s.width), np.float32)
+    for row, places in enumerate(ends):
+        for start, end in itertools.pairwise(places):
+            # Later tokens change nothing, if it is causal: one length is one program.
+            text = np.roll(x[row], -start, axis=0) if s.causal else x[row, start:end]
+            alone[row, start:end] = _of_one_document(s, text)[: end - start]
+    if s.kind == "model":
+        return compare(s.run(x), alone, "a document between others", "the same alone")
+    run = s.compiled(_run_documents)
+    what = "a document between others (see context.document_starts)"
+    message = compare(run(s.module, x, starts), alone, what, "the same alone")
+    if message or s.init_cache is None or not s.causal:
+        return message
+    cache, parts = s.compiled(s.init_cache)(s.module, x, s.seq), []
+    half = s.seq // 2
+    decode = s.compiled(_decode_documents)
+    for first in (0, half):
+        part = slice(first, first + half)
+        y, cache = decode(s.module, x[:, part], cache, np.int32(first), starts[:, part])
+        parts.append(y)
+    decoded = np.concatenate(parts, axis=1)
+    what = "decoding a document between others (see context.document_starts)"
+    return compare(decoded, alone[:, : 2 * half], what, "the same alone")
+
+
+def _of_one_document(s: Subject, text: np.ndarray) -> np.ndarray:
+    if s.kind == "model":
+        return s.run(text)
+    return np.asarray(s.compiled(_run_documents)(s.module, text, np.zeros(len(text), np.int32)))
 
 
 def _run_documents(block: Any, x: Any, starts: Any) -> Any:
-    starts = jnp.broadcast_to(starts, x.shape[:-1])
     return block(x, None, Context(document_starts=starts), key=None)[0]
+
+
+def _decode_documents(block: Any, x: Any, cache: Any, start: Any, starts: Any) -> Any:
+    context = Context(start=start, document_starts=starts)
+    return block(x, cache, context, key=None)[:2]
 
 
 def _require_causal(s: Subject) -> None:
