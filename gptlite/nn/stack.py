@@ -86,9 +86,7 @@ class Stack(eqx.Module):
         """`make_block(key, layer)` makes the layer of that number, from 0: one call makes all."""
         keys = jax.random.split(key, n_layers)
         self.blocks = eqx.filter_vmap(make_block)(keys, jnp.arange(n_layers))
-        self.n_layers = n_layers
-        self.scan = scan
-        self.remat = remat
+        self.n_layers, self.scan, self.remat = n_layers, scan, remat
 
     def unstack(self) -> Layers:
         """The same layers, each with arrays of its own."""
