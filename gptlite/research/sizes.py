@@ -19,8 +19,11 @@ def sizes_of(block: Any) -> set[int]:
     parts = list(modules_in(block))
     things = [value for part in parts for value in vars(part).values()]
     classes = {base for part in parts for base in type(part).__mro__ if _is_own(base)}
-    # By `getattr`, a method is a function again, which Equinox wraps.
-    things += [getattr(base, name, None) for base in classes for name in vars(base)]
+    for base in classes:
+        # By `getattr`, a method is a function again, which Equinox wraps.
+        own = {name: getattr(base, name, None) for name in vars(base)}
+        # Python's own numbers are no sizes: `__firstlineno__` is a line of the source.
+        things += [x for name, x in own.items() if callable(x) or not name.startswith("__")]
     return set(_numbers(things, set()))
 
 
