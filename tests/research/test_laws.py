@@ -16,7 +16,7 @@ from support.blocks import D, Layer, OneHead, RunningMean
 
 from gptlite.errors import UserError
 from gptlite.models.build import make_part
-from gptlite.nn import WHOLE_SEQUENCE, Heads, Linear, RMSNorm
+from gptlite.nn import WHOLE_SEQUENCE, Heads, Linear, Recurrence, RMSNorm
 from gptlite.nn.cache import write_at
 from gptlite.research.check_block import SMALL, CheckError, check_block
 from gptlite.research.sizes import sizes_of
@@ -399,13 +399,39 @@ class MixesDocumentsWhenCached(Documents):
         return right if keys == starts.shape[-1] else jnp.ones_like(right)
 
 
+class Sums(Recurrence):
+    def __init__(self, config, *, key):
+        del config, key
+
+    def init_state(self):
+        return jnp.zeros(D)
+
+    def step(self, state, x):
+        return state + x, state
+
+
+class BeginsInPadding(Sums):
+    """A document that begins in the padding of a prompt clears the state."""
+
+    def __call__(self, x, cache=None, context=WHOLE_SEQUENCE, *, key=None):
+        y, after = super().__call__(x, cache, context)
+        if cache is None or context.document_starts is None or context.lengths is None:
+            return y, after
+        steps = jnp.arange(x.shape[-2])
+        begins = context.document_starts == context.start + steps
+        begins &= steps >= context.lengths[..., None]
+        return y, jnp.where(begins.any(-1)[..., None], 0, after)
+
+
 def test_documents():
     config = dataclasses.replace(SMALL, separate_documents=True)
     for bug in (LastDocumentForAll, DocumentsOfTheFirstRow):
         message = caught(bug, "documents", config=config)
         assert message.startswith("a document between others (see context.document_starts)")
     message = caught(MixesDocumentsWhenCached, "documents", config=config)
-    assert message.startswith("decoding a document between others")
+    assert message.startswith("decoding a document between others (see")
+    message = caught(BeginsInPadding, "documents", config=config)
+    assert message.startswith("decoding a document between others, with padding in which")
     holds(Documents, "documents", config=config)
 
 

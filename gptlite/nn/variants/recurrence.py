@@ -73,8 +73,8 @@ class Recurrence(eqx.Module):
 
         def run(state: Any, token: Any) -> tuple[Any, Array]:
             inputs, (is_real, begins) = token
-            state = state if begins is None else _where(begins, first, state)
-            after, y = step(state, inputs)
+            before = state if begins is None else _where(begins, first, state)
+            after, y = step(before, inputs)
             return after if is_real is None else _where(is_real, after, state), y
 
         tokens = jax.tree.map(lambda a: jnp.moveaxis(a, len(batch), 0), (self.before(x), flags))

@@ -191,16 +191,31 @@ def check_documents(s: Subject) -> str | None:
     message = compare(run(s.module, x, starts), alone, what, "the same alone")
     if message or s.init_cache is None or not s.causal:
         return message
-    cache, parts = s.compiled(s.init_cache)(s.module, x, s.seq), []
+    for padding, words in ((0, ""), (3, ", with padding in which documents begin")):
+        decoded = _decode_in_halves(s, s.init_cache, x, starts, padding)
+        what = f"decoding a document between others{words} (see context.document_starts)"
+        message = compare(decoded, alone[:, : decoded.shape[1]], what, "the same alone")
+        if message:
+            return message
+    return None
+
+
+def _decode_in_halves(
+    s: Subject, init_cache: Callable[..., Any], x: Any, starts: Any, padding: int
+) -> np.ndarray:
+    """Both halves one after the other, each with some tokens of padding that are documents."""
     half = s.seq // 2
+    cache, parts = s.compiled(init_cache)(s.module, x, 2 * half + padding), []
     decode = s.compiled(_decode_documents)
     for first in (0, half):
         part = slice(first, first + half)
-        y, cache = decode(s.module, x[:, part], cache, np.int32(first), starts[:, part])
-        parts.append(y)
-    decoded = np.concatenate(parts, axis=1)
-    what = "decoding a document between others (see context.document_starts)"
-    return compare(decoded, alone[:, : 2 * half], what, "the same alone")
+        tokens = np.concatenate([x[:, part], x[:, :padding]], axis=1)
+        own = np.broadcast_to(np.arange(first + half, first + half + padding), (len(x), padding))
+        begun = np.concatenate([starts[:, part], own], axis=1, dtype=np.int32)
+        lengths = np.full(len(x), half, np.int32)
+        y, cache = decode(s.module, tokens, cache, np.int32(first), begun, lengths)
+        parts.append(y[:, :half])
+    return np.concatenate(parts, axis=1)
 
 
 def _of_one_document(s: Subject, text: np.ndarray) -> np.ndarray:
@@ -213,8 +228,8 @@ def _run_documents(block: Any, x: Any, starts: Any) -> Any:
     return block(x, None, Context(document_starts=starts), key=None)[0]
 
 
-def _decode_documents(block: Any, x: Any, cache: Any, start: Any, starts: Any) -> Any:
-    context = Context(start=start, document_starts=starts)
+def _decode_documents(block: Any, x: Any, cache: Any, start: Any, starts: Any, lengths: Any) -> Any:
+    context = Context(start=start, document_starts=starts, lengths=lengths)
     return block(x, cache, context, key=None)[:2]
 
 
