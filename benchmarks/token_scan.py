@@ -1,8 +1,8 @@
 """What a loop over tokens costs in training, against a form for whole sequences:
-`python benchmarks/token_scan.py FILE.py:CLASS`, with an attention that has both.
+`python benchmarks/token_scan.py gated_deltanet --context 2048`, with an attention that has both.
 
-The gradient of one layer of the preset `quick`, on one core, by turns: in one call, and with its
-cache, token by token, under `lax.scan`.
+The gradient of one layer of the preset `quick`, for 2,048 tokens, on one core, by turns: in one
+call, and with its cache, token by token, under `lax.scan`.
 """
 
 import argparse
@@ -11,9 +11,10 @@ import os
 from common import Contender, Round, interleave, print_table, speedup, spread
 
 
-def layer(name: str, form: str) -> Round:
+def layer(name: str, context: int, form: str) -> Round:
     """Rounds of one gradient."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    import dataclasses
     import time
 
     import equinox as eqx
@@ -21,15 +22,15 @@ def layer(name: str, form: str) -> Round:
     import jax.numpy as jnp
     from jax import lax
 
-    from gptlite.custom import load_class
+    from gptlite.custom import load_custom
+    from gptlite.models.build import make_part
     from gptlite.nn import Context
     from gptlite.presets import PRESETS
 
-    preset = PRESETS["quick"][1]
-    config, batch = preset.model, preset.training.batch_size
-    block = load_class(name)(config, key=jax.random.key(0))
-    shape = (batch, config.context_length, config.d_model)
-    x = jax.random.normal(jax.random.key(1), shape)
+    config = dataclasses.replace(PRESETS["quick"][1].model, attention=name)
+    block = make_part("attention", load_custom(config), jax.random.key(0))
+    batch = max(1, 2048 // context)
+    x = jax.random.normal(jax.random.key(1), (batch, context, config.d_model))
 
     def whole(block, x):
         return block(x)[0]
@@ -40,8 +41,8 @@ def layer(name: str, form: str) -> Round:
             y, cache = block(x[:, None], cache, Context(start=place))
             return cache, y[:, 0]
 
-        cache = block.init_cache((batch,), config.context_length, x.dtype)
-        tokens = jnp.arange(config.context_length), jnp.moveaxis(x, 1, 0)
+        cache = block.init_cache((batch,), context, x.dtype)
+        tokens = jnp.arange(context), jnp.moveaxis(x, 1, 0)
         return jnp.moveaxis(lax.scan(step, cache, tokens)[1], 0, 1)
 
     run = {"whole sequences": whole, "token by token": scanned}[form]
@@ -58,11 +59,13 @@ def layer(name: str, form: str) -> Round:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("attention", metavar="FILE.py:CLASS")
+    parser.add_argument("attention", help="a name, or FILE.py:CLASS")
+    parser.add_argument("--context", type=int, default=256, help="tokens of a sequence")
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
     forms = ("whole sequences", "token by token")
-    contenders = [Contender(form, layer, arguments.attention, form) for form in forms]
+    given = arguments.attention, arguments.context
+    contenders = [Contender(form, layer, *given, form) for form in forms]
     seconds = interleave(contenders, arguments.rounds)
     print_table(
         ["", "ms a gradient", "times as long", "peak MiB"],

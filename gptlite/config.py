@@ -22,6 +22,7 @@ from gptlite.machine.names import (
     split_options,
 )
 
+ATTENTIONS = ("full", "sliding", "linear", "retention", "gla", "deltanet", "gated_deltanet", "kda")
 MLPS = ("gelu", "silu", "relu", "relu2", "tanh", "sigmoid", "identity", "swiglu", "geglu", "moe")
 
 
@@ -90,11 +91,12 @@ class ModelConfig:
     """RMSNorm (rms, with the option eps=1e-6), LayerNorm (layer, with the option eps=1e-5) or DyT
     (dyt), in the blocks and before the head."""
 
-    attention: Annotated[BlockChoice, BlockNames(("full", "sliding"))] = "full"
+    attention: Annotated[BlockChoice, BlockNames(ATTENTIONS)] = "full"
     """What a token attends to: itself and all earlier tokens (full), or the last 64 including
     itself (sliding, with the option window). Options of both: qkv_bias=true and output_bias=true
     add biases to these matrices alone; qk_gain=true adds trained gains to qk_norm, and qk_eps=1e-6
-    is its epsilon."""
+    is its epsilon. Or layers with a state, in place of keys and values: linear, retention, gla;
+    deltanet, gated_deltanet and kda (option conv=4: how many tokens queries and keys see)."""
 
     mlp: Annotated[BlockChoice, BlockNames(MLPS)] = "relu2"
     """The MLP's activation: gelu, silu, relu, relu2, tanh, sigmoid or identity; swiglu and geglu
@@ -201,6 +203,17 @@ class ModelConfig:
             return self.d_ff
         gated = self.mlp in ("swiglu", "geglu")
         return 8 * math.ceil(self.d_model / 3) if gated else 4 * self.d_model
+
+    @property
+    def init_stds(self) -> tuple[float, float]:
+        """Standard deviations of a block's matrices: those that read the residual stream, and those
+        that write to it."""
+        if self.init == "gpt2":
+            # Radford et al., 2019, section 2.3: what adds to the residual stream starts smaller.
+            return 0.02, 0.02 / math.sqrt(2 * self.n_layers)
+        std = 1.0 / math.sqrt(self.d_model)
+        # With sandwich, a norm follows, whose gradient at zero is 1/sqrt(eps), about 1,000.
+        return std, std if self.block == "sandwich" else 0.0
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ called in the same way, with their options as keyword arguments.
 import dataclasses
 import functools
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +28,7 @@ from gptlite.nn.variants.distances import ALiBi, RelativeBias, RelativeOptions
 from gptlite.nn.variants.dyt import DyT
 from gptlite.nn.variants.moe import MoE, MoEOptions
 from gptlite.nn.variants.sinusoidal import Sinusoidal
+from gptlite.nn.variants.states import STATES
 
 
 def _residual_block(residual: Any, n_norms: int) -> Callable[..., Any]:
@@ -94,7 +94,7 @@ def make_heads(
     config: ModelConfig, key: PRNGKeyArray, options: AttentionOptions | None = None
 ) -> Heads:
     """The matrices of attention as `config` describes them."""
-    std, output_std = init_stds(config)
+    std, output_std = config.init_stds
     options = AttentionOptions() if options is None else options
     return Heads(
         config.d_model,
@@ -114,7 +114,7 @@ def make_heads(
 
 def _mlp(kind: Any, activation: Callable) -> Callable[..., Any]:
     def make(config, *, key):
-        std, down_std = init_stds(config)
+        std, down_std = config.init_stds
         return kind(
             config.d_model,
             config.d_hidden,
@@ -129,7 +129,7 @@ def _mlp(kind: Any, activation: Callable) -> Callable[..., Any]:
 
 
 def _moe(config, options: MoEOptions, *, key):
-    std, down_std = init_stds(config)
+    std, down_std = config.init_stds
     d_expert = max(1, config.d_hidden // options.experts_per_token)
     return MoE(
         config.d_model,
@@ -170,7 +170,7 @@ TABLES: dict[str, dict[str, Callable[..., Any]]] = {
         "sandwich": _residual_block(SandwichNorm, 2),
         "parallel": _parallel_block,
     },
-    "attention": {"full": _full_attention, "sliding": _sliding_attention},
+    "attention": {"full": _full_attention, "sliding": _sliding_attention, **STATES},
     "mlp": {
         **{name: _mlp(MLP, activation) for name, activation in ACTIVATIONS.items()},
         "swiglu": _mlp(GatedMLP, silu),
@@ -247,7 +247,7 @@ def find_part(field: str, config: ModelConfig) -> tuple[Callable[..., Any], dict
         )
     kind = inspect.signature(make).parameters.get("options")
     if kind is None:
-        return make, parse_options(label, lambda: None, texts)
+        return make, parse_options(label, make, texts)
     return make, {"options": kind.annotation(**parse_options(label, kind.annotation, texts))}
 
 
@@ -257,15 +257,3 @@ def embedding_std(config: ModelConfig) -> float:
         return config.d_model**-0.5
     # A head that shares the embedding's matrix needs it small: logits start near 0.
     return 0.02 if config.init == "gpt2" or config.tied_head else 1.0
-
-
-def init_stds(config: ModelConfig) -> tuple[float, float]:
-    """Standard deviations of a block's matrices: those that read the residual stream, and those
-    that write to it."""
-    if config.init == "gpt2":
-        # Radford et al., 2019, section 2.3: what adds to the residual stream starts smaller.
-        return 0.02, 0.02 / math.sqrt(2 * config.n_layers)
-    std = 1.0 / math.sqrt(config.d_model)
-    # With sandwich, a norm follows: at zero input the gradient of RMSNorm is 1/sqrt(eps), about
-    # 1,000.
-    return std, std if config.block == "sandwich" else 0.0

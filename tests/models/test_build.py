@@ -90,6 +90,18 @@ def test_a_part_that_makes_itself_is_told():
         make_part("mlp", dataclasses.replace(TINY, mlp=Itself), jax.random.key(0))
 
 
+def test_a_layer_with_a_state_has_the_options_of_its_name():
+    config = dataclasses.replace(TINY, attention="kda:conv=2")
+    assert len(make_part("attention", config, jax.random.key(0)).conv.weights) == 2
+    for text, words in {
+        "kda:conv=0": r"conv in model\.attention kda must be at least 1",
+        "kda:window=3": r"model\.attention kda has no option window: its options are conv",
+        "gla:conv=2": r"model\.attention gla has no option conv: it has no options",
+    }.items():
+        with pytest.raises(UserError, match=words):
+            make_part("attention", dataclasses.replace(TINY, attention=text), jax.random.key(0))
+
+
 def test_a_block_has_the_options_of_its_name():
     config = dataclasses.replace(TINY, attention="sliding:window=3:qkv_bias=true")
     attention = make_part("attention", config, jax.random.key(0))

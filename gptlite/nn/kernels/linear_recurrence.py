@@ -18,6 +18,8 @@ after token j up to token i, what is read, `u_i = read_iᵀ S_{i-1}`, solves a t
 and outputs are sums of the same kind. No decay is divided by, as in the papers: a product of decays
 is the exponential of a sum of their logarithms over its own tokens, so it neither overflows, nor
 loses its digits beside a decay near 0.
+
+`python benchmarks/token_scan.py gated_deltanet --context 2048` has the gain: docs/blocks.md.
 """
 
 import functools

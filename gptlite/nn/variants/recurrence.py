@@ -58,15 +58,7 @@ class Recurrence(eqx.Module):
         """The output, and the state after `x` (None without a cache)."""
         *batch, seq, _ = x.shape
         first = self.init_cache(tuple(batch), seq, x.dtype)
-        steps = jnp.arange(seq)
-        is_real = begins = None
-        if context.lengths is not None:
-            is_real = steps < jnp.asarray(context.lengths)[..., None]
-        if context.document_starts is not None:
-            begins = context.document_starts == jnp.asarray(context.start)[..., None] + steps
-        flags = [
-            None if f is None else jnp.broadcast_to(f, x.shape[:-1]) for f in (is_real, begins)
-        ]
+        flags = real_and_begins(context, x.shape[:-1])
         step = self._checked_step
         for _ in batch:
             step = jax.vmap(step)
@@ -93,6 +85,21 @@ class Recurrence(eqx.Module):
             f"{shapes} for {wanted}.",
         )
         return jax.tree.map(lambda a, old: jnp.asarray(a).astype(old.dtype), out[0], state), out[1]
+
+
+def real_and_begins(
+    context: Context, shape: tuple[int, ...]
+) -> tuple[Bool[Array, "*batch seq"] | None, Bool[Array, "*batch seq"] | None]:
+    """Whether each token is real, and not padding, and whether it begins a document, for a layer's
+    input with the axes `shape`. None: all are real, and none begins one."""
+    steps = jnp.arange(shape[-1])
+    is_real = begins = None
+    if context.lengths is not None:
+        is_real = jnp.broadcast_to(steps < jnp.asarray(context.lengths)[..., None], shape)
+    if context.document_starts is not None:
+        begins = context.document_starts == jnp.asarray(context.start)[..., None] + steps
+        begins = jnp.broadcast_to(begins, shape)
+    return is_real, begins
 
 
 def _wide(a: Any) -> Array:

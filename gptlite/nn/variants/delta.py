@@ -1,0 +1,182 @@
+"""Delta rules: what the state has for a key is replaced, and not only added to."""
+
+import abc
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from gptlite.nn.context import Context
+from gptlite.nn.dtypes import widen
+from gptlite.nn.kernels.layout import split_columns
+from gptlite.nn.kernels.linear_recurrence import Tokens
+from gptlite.nn.linear import Linear
+from gptlite.nn.mlp import silu
+from gptlite.nn.norms import RMSNorm
+from gptlite.nn.variants.matrix_state import (
+    ConvolutionSize,
+    LowRank,
+    MatrixState,
+    ShortConvolution,
+    join_heads,
+    split_heads,
+    unit,
+)
+
+
+class Delta(MatrixState):
+    """`S = (I - b_t k_t k_tᵀ) (a_t ⊙ S) + b_t k_t v_tᵀ`, `y_t = Sᵀ q_t`: the value that the state
+    has for the key k_t is replaced by its mean with v_t, weighted by b_t, between 0 and 1. Queries
+    and keys have length 1, and see the last `conv` tokens."""
+
+    query: Linear
+    key: Linear
+    value: Linear
+    strength: Linear
+    norm: RMSNorm
+    output: Linear
+
+    def __init__(self, config: Any, *, conv: ConvolutionSize = 4, key: PRNGKeyArray):
+        d_model, d = config.d_model, config.n_heads * config.d_head
+        std, output_std = config.init_stds
+        keys = jax.random.split(key, 6)
+        self.n_heads, self.d_key, self.d_value = config.n_heads, config.d_head, config.d_head
+        self.conv = ShortConvolution(3 * d, conv, key=keys[0])
+        self.query, self.key, self.value = (Linear(d_model, d, std=std, key=k) for k in keys[1:4])
+        self.strength = Linear(d_model, config.n_heads, std=std, key=keys[4])
+        self.norm = RMSNorm(config.d_head)
+        self.output = Linear(d, d_model, std=output_std, key=keys[5])
+
+    @abc.abstractmethod
+    def log_decay(
+        self, x: Float[Array, "*batch seq d_model"]
+    ) -> Float[Array, "*batch heads seq rows"]:
+        """The logarithm of a_t, in at least float32: `rows` is 1 or d_key."""
+
+    def gated(
+        self, x: Float[Array, "*batch seq d_model"], y: Float[Array, "*batch heads seq d_value"]
+    ) -> Float[Array, "*batch heads seq d_value"]:
+        """What is read, normalised, with a gate if there is one."""
+        return y
+
+    def before(self, x: Float[Array, "*batch seq d_model"]) -> Float[Array, "*batch seq d"]:
+        """Queries, keys and values."""
+        return jnp.concatenate([self.query(x), self.key(x), self.value(x)], axis=-1)
+
+    def tokens(
+        self,
+        x: Float[Array, "*batch seq d_model"],
+        u: Float[Array, "*batch seq d"],
+        context: Context,
+    ) -> Tokens:
+        """See the class."""
+        parts: Any = split_columns(silu(u), (u.shape[-1] // 3,) * 3)
+        q, k, v = (split_heads(part, self.n_heads) for part in parts)
+        q, k = unit(q) * self.d_key**-0.5, unit(k)
+        strength = jax.nn.sigmoid(widen(split_heads(self.strength(x), self.n_heads)))
+        log_decay = self.log_decay(x)
+        return Tokens(
+            query=q,
+            key=k,
+            value=strength * widen(v),
+            log_decay=log_decay,
+            read=jnp.exp(log_decay) * k,
+            write=-strength,
+        )
+
+    def after(
+        self, x: Float[Array, "*batch seq d_model"], y: Float[Array, "*batch heads seq d_value"]
+    ) -> Float[Array, "*batch seq d_model"]:
+        """The output."""
+        return self.output(join_heads(self.gated(x, self.norm(y)).astype(x.dtype)))
+
+
+class DeltaNet(Delta):
+    """`Delta` without decay (Yang et al., 2024, "Parallelizing linear transformers with the delta
+    rule over sequence length")."""
+
+    def log_decay(
+        self, x: Float[Array, "*batch seq d_model"]
+    ) -> Float[Array, "*batch heads seq 1"]:
+        """Of 1."""
+        *batch, seq, _ = x.shape
+        return jnp.zeros((*batch, self.n_heads, seq, 1), widen(x).dtype)
+
+
+class GatedDeltaNet(Delta):
+    """`Delta` with a decay for each head, `exp(-rate · softplus(decay(x) + bias))`, and a gate of
+    the output (Yang et al., 2025, "Gated delta networks", section 3)."""
+
+    decay: Linear
+    log_rate: Float[Array, " heads"]
+    decay_bias: Float[Array, " heads"]
+    gate: Linear
+
+    def __init__(self, config: Any, *, conv: ConvolutionSize = 4, key: PRNGKeyArray):
+        super_key, decay_key, gate_key, rate_key = jax.random.split(key, 4)
+        super().__init__(config, conv=conv, key=super_key)
+        d, std = self.n_heads * self.d_value, config.init_stds[0]
+        self.decay = Linear(config.d_model, self.n_heads, std=std, key=decay_key)
+        self.log_rate, self.decay_bias = init_decays((self.n_heads,), (self.n_heads,), rate_key)
+        self.gate = Linear(config.d_model, d, std=std, key=gate_key)
+
+    def log_decay(
+        self, x: Float[Array, "*batch seq d_model"]
+    ) -> Float[Array, "*batch heads seq 1"]:
+        """See the class."""
+        step = jax.nn.softplus(widen(self.decay(x)) + widen(self.decay_bias))
+        return split_heads(-jnp.exp(widen(self.log_rate)) * step, self.n_heads)
+
+    def gated(
+        self, x: Float[Array, "*batch seq d_model"], y: Float[Array, "*batch heads seq d_value"]
+    ) -> Float[Array, "*batch heads seq d_value"]:
+        """With a gate of SiLU."""
+        return y * widen(silu(split_heads(self.gate(x), self.n_heads)))
+
+
+class KimiDeltaAttention(Delta):
+    """`Delta` with a decay for each row of the state, as of `GatedDeltaNet` but by matrices of low
+    rank, and a sigmoid gate of the output (Kimi Team, 2025, "Kimi Linear", section 3)."""
+
+    decay: LowRank
+    log_rate: Float[Array, " heads"]
+    decay_bias: Float[Array, " d"]
+    gate: LowRank
+
+    def __init__(self, config: Any, *, conv: ConvolutionSize = 4, key: PRNGKeyArray):
+        super_key, decay_key, gate_key, rate_key = jax.random.split(key, 4)
+        super().__init__(config, conv=conv, key=super_key)
+        d, std, rank = self.n_heads * self.d_key, config.init_stds[0], self.d_key
+        sizes = (config.d_model, rank, d)
+        self.decay = LowRank(*sizes, std=std, bias=False, key=decay_key)
+        self.log_rate, self.decay_bias = init_decays((self.n_heads,), (d,), rate_key)
+        self.gate = LowRank(*sizes, std=std, bias=False, key=gate_key)
+
+    def log_decay(
+        self, x: Float[Array, "*batch seq d_model"]
+    ) -> Float[Array, "*batch heads seq d_key"]:
+        """See the class."""
+        step = jax.nn.softplus(widen(self.decay(x)) + widen(self.decay_bias))
+        rate = jnp.exp(widen(self.log_rate))[:, None, None]
+        return -rate * split_heads(step, self.n_heads)
+
+    def gated(
+        self, x: Float[Array, "*batch seq d_model"], y: Float[Array, "*batch heads seq d_value"]
+    ) -> Float[Array, "*batch heads seq d_value"]:
+        """With a sigmoid gate."""
+        return y * widen(jax.nn.sigmoid(split_heads(self.gate(x), self.n_heads)))
+
+
+def init_decays(
+    rates: tuple[int, ...], steps: tuple[int, ...], key: PRNGKeyArray
+) -> tuple[Array, Array]:
+    """Logarithms of rates from 1 to 16, and biases for which softplus of 0 and the bias is from
+    0.001 to 0.1: the state is halved in 0.4 to 700 tokens (Gu and Dao, 2023, "Mamba", section 3.6;
+    Dao and Gu, 2024, "Mamba-2")."""
+    rate_key, step_key = jax.random.split(key)
+    log_rate = jnp.log(jax.random.uniform(rate_key, rates, minval=1.0, maxval=16.0))
+    low, high = math.log(1e-3), math.log(1e-1)
+    step = jnp.exp(jax.random.uniform(step_key, steps, minval=low, maxval=high))
+    return log_rate, step + jnp.log(-jnp.expm1(-step))

@@ -1,0 +1,158 @@
+"""Layers whose heads each keep a matrix of the past, in place of keys and values."""
+
+import abc
+from typing import Annotated, Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from gptlite.machine.fields import Between
+from gptlite.nn.cache import read_at
+from gptlite.nn.context import WHOLE_SEQUENCE, Context
+from gptlite.nn.dtypes import wide_dtype, widen
+from gptlite.nn.kernels.layout import swap_heads
+from gptlite.nn.kernels.linear_recurrence import Tokens, linear_recurrence
+from gptlite.nn.linear import Linear
+from gptlite.nn.positions import token_positions
+from gptlite.nn.variants.recurrence import real_and_begins
+from gptlite.sharding import constrain
+
+# Tokens that a `ShortConvolution` sees.
+ConvolutionSize = Annotated[int, Between(1, 64)]
+
+
+class ShortConvolution(eqx.Module):
+    """The sum of the last tokens, each times a trained vector of its own: a causal convolution of
+    each channel by itself, `y_t = Σ_i w_i ⊙ u_{t-i}`."""
+
+    weights: tuple[Float[Array, " d"], ...]
+    """Of the token itself, the one before it, and so on."""
+
+    def __init__(self, d: int, size: int, *, key: PRNGKeyArray):
+        """`size`: how many tokens it sees."""
+        keys = jax.random.split(key, size)
+        self.weights = tuple(jax.random.normal(key, (d,)) / size**0.5 for key in keys)
+
+    def init_cache(self, batch: tuple[int, ...], dtype: DTypeLike) -> Float[Array, "*batch back d"]:
+        """Zeros for the tokens before the first one."""
+        return jnp.zeros((*batch, len(self.weights) - 1, len(self.weights[0])), dtype)
+
+    def __call__(
+        self,
+        u: Float[Array, "*batch seq d"],
+        earlier: Float[Array, "*batch back d"],
+        context: Context = WHOLE_SEQUENCE,
+    ) -> tuple[Float[Array, "*batch seq d"], Float[Array, "*batch back d"]]:
+        """The sums, and the last tokens for the next call. A token sees its own document alone."""
+        back, seq = earlier.shape[-2], u.shape[-2]
+        extended = jnp.concatenate([earlier, u], axis=-2)
+        y = jnp.zeros_like(widen(u))
+        for lag, weight in enumerate(self.weights):
+            seen = widen(extended[..., back - lag : back - lag + seq, :])
+            if lag and context.document_starts is not None:
+                places = token_positions(seq, context.start) - lag
+                seen = jnp.where((places >= context.document_starts)[..., None], seen, 0)
+            # Its gradient is a product, too. That of `*` is a sum over tokens, for which XLA's CPU
+            # compiler takes 6 times as long.
+            y += jnp.einsum("...d,d->...d", seen, widen(weight))
+        lengths = jnp.asarray(seq if context.lengths is None else context.lengths)
+        return y.astype(u.dtype), read_at(extended, lengths, back, axis=-2)
+
+
+class MatrixState(eqx.Module):
+    """A layer with the call of `Attention`, whose heads each have a matrix as state, which
+    `linear_recurrence` passes from token to token: in training and for prompts, in chunks of tokens
+    that are made of products; in generation, one by one, in memory that does not grow.
+
+    A subclass has the methods `tokens` and `after`, and if it sees earlier tokens otherwise,
+    `before` and a `ShortConvolution`. The state is kept in float32 (or float64).
+    """
+
+    n_heads: int = eqx.field(static=True)
+    d_key: int = eqx.field(static=True)
+    d_value: int = eqx.field(static=True)
+    conv: ShortConvolution | None
+
+    def before(self, x: Float[Array, "*batch seq d_model"]) -> Array:
+        """What `tokens` is given of each token, `[*batch, seq, d]`: after `conv`, if there is one.
+        By default `x` itself."""
+        return x
+
+    @abc.abstractmethod
+    def tokens(self, x: Float[Array, "*batch seq d_model"], u: Any, context: Context) -> Tokens:
+        """What the recurrence is given, `[*batch, n_heads, seq, ...]`, of `x` and of what `before`
+        and `conv` make of it. Without documents and padding."""
+
+    @abc.abstractmethod
+    def after(
+        self, x: Float[Array, "*batch seq d_model"], y: Float[Array, "*batch heads seq d_value"]
+    ) -> Float[Array, "*batch seq d_model"]:
+        """The output, of `x` and of what is read from the states."""
+
+    def init_cache(self, batch: tuple[int, ...], capacity: int, dtype: DTypeLike) -> Any:
+        """The state and the last tokens of `conv`, for any capacity."""
+        shape = (*batch, self.n_heads, self.d_key, self.d_value)
+        earlier = None if self.conv is None else self.conv.init_cache(batch, dtype)
+        return jnp.zeros(shape, wide_dtype(dtype)), earlier
+
+    def __call__(
+        self,
+        x: Float[Array, "*batch seq d_model"],
+        cache: Any = None,
+        context: Context = WHOLE_SEQUENCE,
+        *,
+        key: PRNGKeyArray | None = None,
+    ) -> tuple[Float[Array, "*batch seq d_model"], Any]:
+        """The output, and the cache after `x` (None without a cache)."""
+        *batch, seq, _ = x.shape
+        state, earlier = self.init_cache(tuple(batch), seq, x.dtype) if cache is None else cache
+        u = self.before(x)
+        if self.conv is not None:
+            u, earlier = self.conv(u, earlier, context)
+        is_real, begins = (
+            None if flag is None else flag[..., None, :]  # for all heads
+            for flag in real_and_begins(context, x.shape[:-1])
+        )
+        tokens = self.tokens(x, u, context)._replace(is_real=is_real, begins=begins)
+        y, state = linear_recurrence(tokens, state)
+        out = self.after(x, y).astype(x.dtype)
+        return out, None if cache is None else (state, earlier)
+
+
+class LowRank(eqx.Module):
+    """Two matrices, one after the other, with a narrow middle."""
+
+    down: Linear
+    up: Linear
+
+    def __init__(
+        self, d_in: int, rank: int, d_out: int, *, std: float, bias: bool, key: PRNGKeyArray
+    ):
+        down_key, up_key = jax.random.split(key)
+        self.down = Linear(d_in, rank, std=std, key=down_key)
+        self.up = Linear(rank, d_out, std=rank**-0.5, bias=bias, key=up_key)
+
+    def __call__(self, x: Float[Array, "*batch d_in"]) -> Float[Array, "*batch d_out"]:
+        return self.up(self.down(x))
+
+
+def split_heads(x: Float[Array, "*batch seq d"], n_heads: int) -> Float[Array, "*batch h seq _"]:
+    """The channels of each head."""
+    *leading, d = x.shape
+    heads = swap_heads(x.reshape(*leading, n_heads, d // n_heads))
+    return constrain(heads, "batch", "heads", None, None)
+
+
+def join_heads(y: Float[Array, "*batch h seq d"]) -> Float[Array, "*batch seq _"]:
+    """The heads' channels side by side."""
+    y = swap_heads(constrain(y, "batch", "heads", None, None))
+    return y.reshape(*y.shape[:-2], -1)
+
+
+def unit(x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
+    """Vectors of length 1, in at least float32."""
+    x = widen(x)
+    return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-6)

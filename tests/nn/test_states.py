@@ -1,0 +1,252 @@
+"""Layers with a state: each is its paper's formula, token by token, and that of `transformers`."""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import needs
+
+from gptlite.nn import Context
+from gptlite.nn.variants.states import STATES
+from gptlite.research.check_block import SMALL, check_block
+
+CONFIG = dataclasses.replace(SMALL, n_kv_heads=None)
+HEADS, D = CONFIG.n_heads, CONFIG.d_head
+
+
+def block_of(name: str, dtype: Any = jnp.float64) -> Any:
+    """With all parameters at random, so that each has an effect."""
+    block = STATES[name](CONFIG, key=jax.random.key(0))
+    leaves, structure = jax.tree.flatten(block)
+    random = np.random.default_rng(1)
+    leaves = [jnp.asarray(random.normal(size=leaf.shape) / 3, dtype) for leaf in leaves]
+    return jax.tree.unflatten(structure, leaves)
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def silu(x):
+    return x * sigmoid(x)
+
+
+def softplus(x):
+    return np.log1p(np.exp(x))
+
+
+def heads(x):
+    return x.reshape(len(x), HEADS, -1)
+
+
+def convolved(p, u):
+    """Of each token, and those before it."""
+    return silu(
+        np.stack(
+            [
+                sum(w * u[t - i] for i, w in enumerate(p.conv.weights) if t >= i)
+                for t in range(len(u))
+            ]
+        )
+    )
+
+
+def qkv(p, x):
+    return [x @ getattr(p, name).weight.T for name in ("query", "key", "value")]
+
+
+def rms(y, weight):
+    return y / np.sqrt(np.mean(y**2, -1, keepdims=True) + 1e-6) * weight
+
+
+def length_one(x):
+    return x / np.sqrt(np.sum(x**2, -1, keepdims=True) + 1e-6)
+
+
+def run(q, k, v, decay, delta=None):
+    """`S = a S + k vᵀ`, or with a delta rule, `S = a S`, then `S = S + b k (v - Sᵀ k)ᵀ`."""
+    y = np.zeros(v.shape)
+    for h in range(HEADS):
+        state = np.zeros((q.shape[-1], v.shape[-1]))
+        for t in range(len(q)):
+            state = decay[t, h][:, None] * state
+            new = v[t, h] if delta is None else delta[t, h] * (v[t, h] - state.T @ k[t, h])
+            state = state + np.outer(k[t, h], new)
+            y[t, h] = state.T @ q[t, h]
+    return y
+
+
+def linear(p, x):
+    q, k, v = (heads(a) for a in qkv(p, x))
+    q, k = (np.where(a > 0, a + 1, np.exp(a)) for a in (q, k))
+    y = np.zeros(v.shape)
+    for t, h in np.ndindex(len(x), HEADS):
+        shares = np.array([q[t, h] @ k[i, h] for i in range(t + 1)])
+        y[t, h] = shares @ v[: t + 1, h] / (shares.sum() + 1e-6)
+    return y.reshape(len(x), -1)
+
+
+def retention(p, x):
+    q, k, v = (heads(a) for a in qkv(p, x))
+    half = D // 2
+    pairs = 10_000.0 ** (-np.arange(half) / half)
+    y = np.zeros(v.shape)
+    for t, h in np.ndindex(len(x), HEADS):
+        for i in range(t + 1):
+            angle = (t - i) * pairs  # rotated by the distance of both
+            a, b = k[i, h, :half], k[i, h, half:]
+            c, d = q[t, h, :half], q[t, h, half:]
+            score = np.sum((c * a + d * b) * np.cos(angle) + (c * b - d * a) * np.sin(angle))
+            y[t, h] += score / D**0.5 * (1 - 2.0 ** (-5 - h)) ** (t - i) * v[i, h]
+    y = (y - y.mean(-1, keepdims=True)) / np.sqrt(y.var(-1, keepdims=True) + 1e-6)
+    return y.reshape(len(x), -1) * silu(x @ p.gate.weight.T)
+
+
+def gla(p, x):
+    q, k, v = (heads(a) for a in qkv(p, x))
+    gate = x @ p.decay.down.weight.T @ p.decay.up.weight.T + p.decay.up.bias
+    y = run(q / D**0.5, k, v, heads(sigmoid(gate) ** (1 / 16)))
+    return rms(y, p.norm.weight).reshape(len(x), -1) * silu(x @ p.gate.weight.T)
+
+
+def delta(p, x, decay):
+    u = convolved(p, np.concatenate(qkv(p, x), -1))
+    q, k, v = (heads(a) for a in np.split(u, 3, axis=-1))
+    strength = sigmoid(x @ p.strength.weight.T)
+    y = run(length_one(q) / D**0.5, length_one(k), v, decay, strength)
+    return rms(y, p.norm.weight).reshape(len(x), -1)
+
+
+def deltanet(p, x):
+    return delta(p, x, np.ones((len(x), HEADS, 1)))
+
+
+def gated_deltanet(p, x):
+    step = softplus(x @ p.decay.weight.T + p.decay_bias)
+    y = delta(p, x, np.exp(-np.exp(p.log_rate) * step)[..., None])
+    return y * silu(x @ p.gate.weight.T)
+
+
+def kda(p, x):
+    step = softplus(x @ p.decay.down.weight.T @ p.decay.up.weight.T + p.decay_bias)
+    y = delta(p, x, np.exp(-np.exp(p.log_rate)[:, None] * heads(step)))
+    return y * sigmoid(x @ p.gate.down.weight.T @ p.gate.up.weight.T)
+
+
+REFERENCES = {f.__name__: f for f in (linear, retention, gla, deltanet, gated_deltanet, kda)}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_layer_is_its_formula_token_by_token(name):
+    with jax.enable_x64(True):
+        block = block_of(name)
+        x = np.random.default_rng(0).normal(size=(2, 3, 45, CONFIG.d_model))
+        y, _ = block(jnp.asarray(x))
+        in_numpy = jax.tree.map(np.asarray, block)
+        for row in np.ndindex(2, 3):
+            wanted = REFERENCES[name](in_numpy, x[row]) @ in_numpy.output.weight.T
+            # Angles of positions are in float32, as they are in attention.
+            atol = 1e-6 if name == "retention" else 1e-11
+            np.testing.assert_allclose(y[row], wanted, rtol=1e-9, atol=atol)
+
+
+@pytest.mark.parametrize("name", ["linear", "gla", "gated_deltanet", "kda"])
+def test_a_layer_holds_the_laws(name):
+    config = dataclasses.replace(SMALL, separate_documents=True)
+    report = check_block(STATES[name], config=config)
+    assert {"cached", "padding", "documents", "bfloat16", "gradients"} <= set(report.checks)
+
+
+def from_torch(module: Any) -> dict[str, Any]:
+    return {name: jnp.asarray(value.detach().numpy()) for name, value in module.named_parameters()}
+
+
+def by_head(weight, parts):
+    """Rows of `parts` matrices that alternate by head."""
+    rows = np.asarray(weight).reshape(HEADS, parts, -1, weight.shape[-1])
+    return [jnp.asarray(rows[:, i].reshape(-1, weight.shape[-1])) for i in range(parts)]
+
+
+def compare_with(module: Any, block: Any, places: Any) -> None:
+    import torch
+
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for value in module.parameters():
+            value.copy_(torch.randn(value.shape) / 3)
+    block = eqx.tree_at(places[0], block, places[1](from_torch(module)))
+    x = np.random.default_rng(0).normal(size=(2, 75, CONFIG.d_model)).astype(np.float32)
+    with torch.no_grad():
+        wanted = module(torch.from_numpy(x)).numpy()
+    np.testing.assert_allclose(block(jnp.asarray(x))[0], wanted, rtol=1e-3, atol=1e-4)
+    # In generation: a prompt, and token by token.
+    cache = block.init_cache((2,), 75, jnp.float32)
+    step, parts = eqx.filter_jit(block), []
+    for start, end in [(0, 70), *((t, t + 1) for t in range(70, 75))]:
+        y, cache = step(jnp.asarray(x[:, start:end]), cache, Context(start=jnp.asarray(start)))
+        parts.append(y)
+    np.testing.assert_allclose(np.concatenate(parts, 1), wanted, rtol=1e-3, atol=1e-4)
+
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": CONFIG.d_model,
+    "num_hidden_layers": 1,
+    "num_attention_heads": HEADS,
+    "linear_conv_kernel_dim": 4,
+    "vocab_size": 10,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+}
+
+
+@needs("torch", "transformers")
+def test_gated_deltanet_is_qwen3_nexts():
+    from transformers import Qwen3NextConfig
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+    sizes: dict[str, Any] = {"linear_num_value_heads": HEADS, "linear_num_key_heads": HEADS}
+    sizes |= {"linear_key_head_dim": D, "linear_value_head_dim": D}
+    config = Qwen3NextConfig(**(SHAPE | sizes), layer_types=["linear_attention"])
+
+    def values(p):
+        query, key, value, gate = by_head(p["in_proj_qkvz.weight"], 4)
+        strength, decay = by_head(p["in_proj_ba.weight"], 2)
+        conv = tuple(p["conv1d.weight"][:, 0, ::-1].T)
+        rest = [p[name] for name in ("A_log", "dt_bias", "norm.weight", "out_proj.weight")]
+        return [query, key, value, gate, strength, decay, conv, *rest]
+
+    def places(b):
+        matrices = [b.query, b.key, b.value, b.gate, b.strength, b.decay]
+        rest = [b.log_rate, b.decay_bias, b.norm.weight, b.output.weight]
+        return [*(layer.weight for layer in matrices), b.conv.weights, *rest]
+
+    block = block_of("gated_deltanet", jnp.float32)
+    compare_with(Qwen3NextGatedDeltaNet(config, 0), block, (places, values))
+
+
+@needs("torch", "transformers")
+def test_kda_is_kimi_linears():
+    from transformers import KimiLinearConfig
+    from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
+
+    sizes: dict[str, Any] = {"linear_num_heads": HEADS, "linear_head_dim": D}
+    config = KimiLinearConfig(**(SHAPE | sizes), layer_types=["linear_attention"])
+
+    def values(p):
+        names = ["q_proj", "k_proj", "v_proj", "b_proj", "g_a_proj", "g_b_proj", "o_proj"]
+        names += ["forget_gate.f_a_proj", "forget_gate.f_b_proj", "o_norm"]
+        conv = tuple(p["conv1d.weight"][:, 0, ::-1].T)
+        rates = p["forget_gate.A_log"].reshape(-1), p["forget_gate.dt_bias"]
+        return [*(p[f"{name}.weight"] for name in names), conv, *rates]
+
+    def places(b):
+        matrices = [b.query, b.key, b.value, b.strength, b.gate.down, b.gate.up, b.output]
+        matrices += [b.decay.down, b.decay.up, b.norm]
+        return [*(layer.weight for layer in matrices), b.conv.weights, b.log_rate, b.decay_bias]
+
+    block = block_of("kda", jnp.float32)
+    compare_with(KimiLinearDeltaAttention(config, 0), block, (places, values))
