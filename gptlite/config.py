@@ -22,7 +22,7 @@ from gptlite.machine.names import (
     split_options,
 )
 
-ATTENTIONS = ("full", "sliding", "linear", "retention", "gla", "deltanet", "gated_deltanet", "kda")
+STATES = ("linear", "retention", "gla", "mamba2", "deltanet", "gated_deltanet", "kda")
 MLPS = ("gelu", "silu", "relu", "relu2", "tanh", "sigmoid", "identity", "swiglu", "geglu", "moe")
 
 
@@ -91,12 +91,12 @@ class ModelConfig:
     """RMSNorm (rms, with the option eps=1e-6), LayerNorm (layer, with the option eps=1e-5) or DyT
     (dyt), in the blocks and before the head."""
 
-    attention: Annotated[BlockChoice, BlockNames(ATTENTIONS)] = "full"
+    attention: Annotated[BlockChoice, BlockNames(("full", "sliding", *STATES))] = "full"
     """What a token attends to: itself and all earlier tokens (full), or the last 64 including
     itself (sliding, with the option window). Options of both: qkv_bias=true and output_bias=true
     add biases to these matrices alone; qk_gain=true adds trained gains to qk_norm, and qk_eps=1e-6
-    is its epsilon. Or layers with a state, in place of keys and values: linear, retention, gla;
-    deltanet, gated_deltanet and kda (option conv=4: how many tokens queries and keys see)."""
+    is its epsilon. Or a state in place of keys and values (docs/blocks.md): linear, retention, gla,
+    deltanet, gated_deltanet, kda, mamba2 (the last four: conv=4; mamba2: state=64, expand=2)."""
 
     mlp: Annotated[BlockChoice, BlockNames(MLPS)] = "relu2"
     """The MLP's activation: gelu, silu, relu, relu2, tanh, sigmoid or identity; swiglu and geglu

@@ -45,14 +45,12 @@ def heads(x):
 
 def convolved(p, u):
     """Of each token, and those before it."""
-    return silu(
-        np.stack(
-            [
-                sum(w * u[t - i] for i, w in enumerate(p.conv.weights) if t >= i)
-                for t in range(len(u))
-            ]
-        )
-    )
+    bias = 0 if p.conv.bias is None else p.conv.bias
+    terms = [
+        bias + sum(w * u[t - i] for i, w in enumerate(p.conv.weights) if t >= i)
+        for t in range(len(u))
+    ]
+    return silu(np.stack(terms))
 
 
 def qkv(p, x):
@@ -137,7 +135,24 @@ def kda(p, x):
     return y * sigmoid(x @ p.gate.down.weight.T @ p.gate.up.weight.T)
 
 
-REFERENCES = {f.__name__: f for f in (linear, retention, gla, deltanet, gated_deltanet, kda)}
+def mamba2(p, x):
+    u = convolved(p, np.concatenate(qkv(p, x), -1))
+    q, k, v = np.split(u, [p.d_key, 2 * p.d_key], axis=-1)
+    v = v.reshape(len(x), p.n_heads, -1)
+    step = softplus(x @ p.step.weight.T + p.step_bias)
+    y = np.zeros(v.shape)
+    for h in range(p.n_heads):
+        state = np.zeros((p.d_key, p.d_value))
+        for t in range(len(x)):
+            state = np.exp(-np.exp(p.log_rate[h]) * step[t, h]) * state
+            state += step[t, h] * np.outer(k[t], v[t, h])
+            y[t, h] = state.T @ q[t] + p.skip[h] * v[t, h]
+    y = y.reshape(len(x), -1) * silu(x @ p.gate.weight.T)
+    return rms(y, p.norm.weight)
+
+
+FORMULAS = (linear, retention, gla, mamba2, deltanet, gated_deltanet, kda)
+REFERENCES = {formula.__name__: formula for formula in FORMULAS}
 
 
 @pytest.mark.parametrize("name", STATES)
@@ -154,7 +169,7 @@ def test_a_layer_is_its_formula_token_by_token(name):
             np.testing.assert_allclose(y[row], wanted, rtol=1e-9, atol=atol)
 
 
-@pytest.mark.parametrize("name", ["linear", "gla", "gated_deltanet", "kda"])
+@pytest.mark.parametrize("name", ["linear", "gla", "mamba2", "gated_deltanet", "kda"])
 def test_a_layer_holds_the_laws(name):
     config = dataclasses.replace(SMALL, separate_documents=True)
     report = check_block(STATES[name], config=config)
@@ -250,3 +265,30 @@ def test_kda_is_kimi_linears():
 
     block = block_of("kda", jnp.float32)
     compare_with(KimiLinearDeltaAttention(config, 0), block, (places, values))
+
+
+@needs("torch", "transformers")
+def test_mamba2_is_that_of_transformers():
+    from transformers import Mamba2Config
+    from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
+
+    sizes: dict[str, Any] = {"num_heads": 2 * HEADS, "head_dim": D, "state_size": 64, "expand": 2}
+    sizes |= {"hidden_size": CONFIG.d_model, "conv_kernel": 4, "n_groups": 1, "chunk_size": 16}
+    sizes |= {"num_hidden_layers": 1, "vocab_size": 10, "layer_norm_epsilon": 1e-6}
+    module = Mamba2Mixer(Mamba2Config(**sizes), 0)
+    d = 2 * CONFIG.d_model
+
+    def values(p):
+        cuts = np.cumsum([d, d, 64, 64])
+        gate, value, key, query, step = jnp.split(p["in_proj.weight"], cuts)
+        order = np.r_[d + 64 : d + 128, d : d + 64, :d]  # there, values come first
+        conv = tuple(p["conv1d.weight"][order, 0, ::-1].T)
+        rest = [p[name] for name in ("dt_bias", "A_log", "D", "norm.weight", "out_proj.weight")]
+        return [query, key, value, gate, step, conv, p["conv1d.bias"][order], *rest]
+
+    def places(b):
+        matrices = [b.query, b.key, b.value, b.gate, b.step]
+        rest = [b.step_bias, b.log_rate, b.skip, b.norm.weight, b.output.weight]
+        return [*(layer.weight for layer in matrices), b.conv.weights, b.conv.bias, *rest]
+
+    compare_with(module, block_of("mamba2", jnp.float32), (places, values))

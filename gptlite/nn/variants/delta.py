@@ -1,7 +1,6 @@
 """Delta rules: what the state has for a key is replaced, and not only added to."""
 
 import abc
-import math
 from typing import Any
 
 import jax
@@ -20,6 +19,7 @@ from gptlite.nn.variants.matrix_state import (
     LowRank,
     MatrixState,
     ShortConvolution,
+    init_decays,
     join_heads,
     split_heads,
     unit,
@@ -87,7 +87,10 @@ class Delta(MatrixState):
         )
 
     def after(
-        self, x: Float[Array, "*batch seq d_model"], y: Float[Array, "*batch heads seq d_value"]
+        self,
+        x: Float[Array, "*batch seq d_model"],
+        u: Any,
+        y: Float[Array, "*batch heads seq d_value"],
     ) -> Float[Array, "*batch seq d_model"]:
         """The output."""
         return self.output(join_heads(self.gated(x, self.norm(y)).astype(x.dtype)))
@@ -167,16 +170,3 @@ class KimiDeltaAttention(Delta):
     ) -> Float[Array, "*batch heads seq d_value"]:
         """With a sigmoid gate."""
         return y * widen(jax.nn.sigmoid(split_heads(self.gate(x), self.n_heads)))
-
-
-def init_decays(
-    rates: tuple[int, ...], steps: tuple[int, ...], key: PRNGKeyArray
-) -> tuple[Array, Array]:
-    """Logarithms of rates from 1 to 16, and biases for which softplus of 0 and the bias is from
-    0.001 to 0.1: the state is halved in 0.4 to 700 tokens (Gu and Dao, 2023, "Mamba", section 3.6;
-    Dao and Gu, 2024, "Mamba-2")."""
-    rate_key, step_key = jax.random.split(key)
-    log_rate = jnp.log(jax.random.uniform(rate_key, rates, minval=1.0, maxval=16.0))
-    low, high = math.log(1e-3), math.log(1e-1)
-    step = jnp.exp(jax.random.uniform(step_key, steps, minval=low, maxval=high))
-    return log_rate, step + jnp.log(-jnp.expm1(-step))

@@ -60,7 +60,10 @@ class LinearAttention(MatrixState):
         )
 
     def after(
-        self, x: Float[Array, "*batch seq d_model"], y: Float[Array, "*batch heads seq d_value"]
+        self,
+        x: Float[Array, "*batch seq d_model"],
+        u: Any,
+        y: Float[Array, "*batch heads seq d_value"],
     ) -> Float[Array, "*batch seq d_model"]:
         """The output."""
         # Features of keys far below 0 are 0.
@@ -104,7 +107,10 @@ class Retention(MatrixState):
         )
 
     def after(
-        self, x: Float[Array, "*batch seq d_model"], y: Float[Array, "*batch heads seq d_value"]
+        self,
+        x: Float[Array, "*batch seq d_model"],
+        u: Any,
+        y: Float[Array, "*batch heads seq d_value"],
     ) -> Float[Array, "*batch seq d_model"]:
         """The output."""
         y = join_heads(normalise(y, None, None, 1e-6, True).astype(x.dtype))
@@ -146,7 +152,10 @@ class GatedLinearAttention(MatrixState):
         return Tokens(widen(q) * self.d_key**-0.5, k, v, split_heads(log_decay, self.n_heads))
 
     def after(
-        self, x: Float[Array, "*batch seq d_model"], y: Float[Array, "*batch heads seq d_value"]
+        self,
+        x: Float[Array, "*batch seq d_model"],
+        u: Any,
+        y: Float[Array, "*batch heads seq d_value"],
     ) -> Float[Array, "*batch seq d_model"]:
         """The output."""
         y = join_heads(self.norm(y).astype(x.dtype))

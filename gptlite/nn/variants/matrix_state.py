@@ -1,6 +1,7 @@
 """Layers whose heads each keep a matrix of the past, in place of keys and values."""
 
 import abc
+import math
 from typing import Annotated, Any
 
 import equinox as eqx
@@ -26,15 +27,17 @@ ConvolutionSize = Annotated[int, Between(1, 64)]
 
 class ShortConvolution(eqx.Module):
     """The sum of the last tokens, each times a trained vector of its own: a causal convolution of
-    each channel by itself, `y_t = Σ_i w_i ⊙ u_{t-i}`."""
+    each channel by itself, `y_t = Σ_i w_i ⊙ u_{t-i}`, plus a `bias`, if there is one."""
 
     weights: tuple[Float[Array, " d"], ...]
     """Of the token itself, the one before it, and so on."""
+    bias: Float[Array, " d"] | None
 
-    def __init__(self, d: int, size: int, *, key: PRNGKeyArray):
+    def __init__(self, d: int, size: int, *, bias: bool = False, key: PRNGKeyArray):
         """`size`: how many tokens it sees."""
         keys = jax.random.split(key, size)
         self.weights = tuple(jax.random.normal(key, (d,)) / size**0.5 for key in keys)
+        self.bias = jnp.zeros(d) if bias else None
 
     def init_cache(self, batch: tuple[int, ...], dtype: DTypeLike) -> Float[Array, "*batch back d"]:
         """Zeros for the tokens before the first one."""
@@ -49,7 +52,7 @@ class ShortConvolution(eqx.Module):
         """The sums, and the last tokens for the next call. A token sees its own document alone."""
         back, seq = earlier.shape[-2], u.shape[-2]
         extended = jnp.concatenate([earlier, u], axis=-2)
-        y = jnp.zeros_like(widen(u))
+        y = jnp.zeros_like(widen(u)) if self.bias is None else widen(self.bias)
         for lag, weight in enumerate(self.weights):
             seen = widen(extended[..., back - lag : back - lag + seq, :])
             if lag and context.document_starts is not None:
@@ -88,9 +91,12 @@ class MatrixState(eqx.Module):
 
     @abc.abstractmethod
     def after(
-        self, x: Float[Array, "*batch seq d_model"], y: Float[Array, "*batch heads seq d_value"]
+        self,
+        x: Float[Array, "*batch seq d_model"],
+        u: Any,
+        y: Float[Array, "*batch heads seq d_value"],
     ) -> Float[Array, "*batch seq d_model"]:
-        """The output, of `x` and of what is read from the states."""
+        """The output, also of `y`, which is read from the states."""
 
     def init_cache(self, batch: tuple[int, ...], capacity: int, dtype: DTypeLike) -> Any:
         """The state and the last tokens of `conv`, for any capacity."""
@@ -118,7 +124,7 @@ class MatrixState(eqx.Module):
         )
         tokens = self.tokens(x, u, context)._replace(is_real=is_real, begins=begins)
         y, state = linear_recurrence(tokens, state)
-        out = self.after(x, y).astype(x.dtype)
+        out = self.after(x, u, y).astype(x.dtype)
         return out, None if cache is None else (state, earlier)
 
 
@@ -156,3 +162,16 @@ def unit(x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
     """Vectors of length 1, in at least float32."""
     x = widen(x)
     return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
+
+
+def init_decays(
+    rates: tuple[int, ...], steps: tuple[int, ...], key: PRNGKeyArray
+) -> tuple[Array, Array]:
+    """Logarithms of rates from 1 to 16, and biases for which softplus of 0 and the bias is from
+    0.001 to 0.1: the state is halved in 0.4 to 700 tokens (Gu and Dao, 2023, "Mamba", section 3.6;
+    Dao and Gu, 2024, "Mamba-2")."""
+    rate_key, step_key = jax.random.split(key)
+    log_rate = jnp.log(jax.random.uniform(rate_key, rates, minval=1.0, maxval=16.0))
+    low, high = math.log(1e-3), math.log(1e-1)
+    step = jnp.exp(jax.random.uniform(step_key, steps, minval=low, maxval=high))
+    return log_rate, step + jnp.log(-jnp.expm1(-step))

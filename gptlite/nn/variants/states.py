@@ -6,11 +6,13 @@ from gptlite.nn.variants.linear_attention import (
     LinearAttention,
     Retention,
 )
+from gptlite.nn.variants.mamba2 import Mamba2
 
 STATES = {
     "linear": LinearAttention,
     "retention": Retention,
     "gla": GatedLinearAttention,
+    "mamba2": Mamba2,
     "deltanet": DeltaNet,
     "gated_deltanet": GatedDeltaNet,
     "kda": KimiDeltaAttention,
