@@ -22,7 +22,7 @@ from gptlite.machine.names import (
     split_options,
 )
 
-STATES = ("linear", "retention", "gla", "mamba2", "deltanet", "gated_deltanet", "kda")
+STATES = ("linear", "retention", "gla", "mamba2", "deltanet", "gated_deltanet", "kda", "rwkv7")
 MLPS = ("gelu", "silu", "relu", "relu2", "tanh", "sigmoid", "identity", "swiglu", "geglu", "moe")
 
 
@@ -95,8 +95,8 @@ class ModelConfig:
     """What a token attends to: itself and all earlier tokens (full), or the last 64 including
     itself (sliding, with the option window). Options of both: qkv_bias=true and output_bias=true
     add biases to these matrices alone; qk_gain=true adds trained gains to qk_norm, and qk_eps=1e-6
-    is its epsilon. Or a state in place of keys and values (docs/blocks.md): linear, retention, gla,
-    deltanet, gated_deltanet, kda, mamba2 (the last four: conv=4; mamba2: state=64, expand=2)."""
+    is its epsilon. Or a state in place of keys and values (docs/blocks.md): linear, retention, gla;
+    deltanet, gated_deltanet, kda, mamba2 (conv=4; mamba2: state=64, expand=2); rwkv7 (rank=32)."""
 
     mlp: Annotated[BlockChoice, BlockNames(MLPS)] = "relu2"
     """The MLP's activation: gelu, silu, relu, relu2, tanh, sigmoid or identity; swiglu and geglu

@@ -151,7 +151,36 @@ def mamba2(p, x):
     return rms(y, p.norm.weight)
 
 
-FORMULAS = (linear, retention, gla, mamba2, deltanet, gated_deltanet, kda)
+def rwkv7(p, x):
+    before = np.concatenate([np.zeros_like(x[:1]), x[:-1]])
+    mixed = {part: x + (before - x) * share for part, share in p.shares.items()}
+
+    def low_rank(part, activation=lambda a: a):
+        layer = getattr(p, part)
+        y = activation(mixed[part] @ layer.down.weight.T) @ layer.up.weight.T
+        return y if layer.up.bias is None else y + layer.up.bias
+
+    r, k, v = (mixed[part] @ getattr(p, part).weight.T for part in ("query", "key", "value"))
+    w = np.exp(-np.exp(-0.5) * sigmoid(low_rank("decay", np.tanh)))
+    a, g = sigmoid(low_rank("rate")), low_rank("gate", sigmoid)
+    kappa = length_one(heads(k * p.direction))
+    k = k * (1 + (a - 1) * p.key_rate)
+    r, k, v, w, a, rho = (heads(part) for part in (r, k, v, w, a, np.tile(p.bonus, (len(x), 1))))
+    y = np.zeros(v.shape)
+    for h in range(HEADS):
+        s = np.zeros((D, D))  # values in rows, as in the paper
+        for t in range(len(x)):
+            turn = np.diag(w[t, h]) - np.outer(kappa[t, h], a[t, h] * kappa[t, h])
+            s = s @ turn + np.outer(v[t, h], k[t, h])
+            read = s @ r[t, h]
+            read = (read - read.mean()) / np.sqrt(read.var() + 1e-5 * D)
+            place = slice(h * D, (h + 1) * D)
+            y[t, h] = read * p.norm_weight[place] + p.norm_bias[place]
+            y[t, h] += np.sum(r[t, h] * rho[t, h] * k[t, h]) * v[t, h]
+    return y.reshape(len(x), -1) * g
+
+
+FORMULAS = (linear, retention, gla, mamba2, deltanet, gated_deltanet, kda, rwkv7)
 REFERENCES = {formula.__name__: formula for formula in FORMULAS}
 
 
@@ -169,7 +198,7 @@ def test_a_layer_is_its_formula_token_by_token(name):
             np.testing.assert_allclose(y[row], wanted, rtol=1e-9, atol=atol)
 
 
-@pytest.mark.parametrize("name", ["linear", "gla", "mamba2", "gated_deltanet", "kda"])
+@pytest.mark.parametrize("name", ["linear", "gla", "mamba2", "kda", "rwkv7"])
 def test_a_layer_holds_the_laws(name):
     config = dataclasses.replace(SMALL, separate_documents=True)
     report = check_block(STATES[name], config=config)

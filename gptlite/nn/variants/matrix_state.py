@@ -2,6 +2,7 @@
 
 import abc
 import math
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import equinox as eqx
@@ -17,6 +18,7 @@ from gptlite.nn.dtypes import wide_dtype, widen
 from gptlite.nn.kernels.layout import swap_heads
 from gptlite.nn.kernels.linear_recurrence import Tokens, linear_recurrence
 from gptlite.nn.linear import Linear
+from gptlite.nn.mlp import identity
 from gptlite.nn.positions import token_positions
 from gptlite.nn.variants.recurrence import real_and_begins
 from gptlite.sharding import constrain
@@ -50,19 +52,56 @@ class ShortConvolution(eqx.Module):
         context: Context = WHOLE_SEQUENCE,
     ) -> tuple[Float[Array, "*batch seq d"], Float[Array, "*batch back d"]]:
         """The sums, and the last tokens for the next call. A token sees its own document alone."""
-        back, seq = earlier.shape[-2], u.shape[-2]
-        extended = jnp.concatenate([earlier, u], axis=-2)
         y = jnp.zeros_like(widen(u)) if self.bias is None else widen(self.bias)
         for lag, weight in enumerate(self.weights):
-            seen = widen(extended[..., back - lag : back - lag + seq, :])
-            if lag and context.document_starts is not None:
-                places = token_positions(seq, context.start) - lag
-                seen = jnp.where((places >= context.document_starts)[..., None], seen, 0)
             # Its gradient is a product, too. That of `*` is a sum over tokens, for which XLA's CPU
             # compiler takes 6 times as long.
+            seen = widen(lagged(u, earlier, lag, context))
             y += jnp.einsum("...d,d->...d", seen, widen(weight))
-        lengths = jnp.asarray(seq if context.lengths is None else context.lengths)
-        return y.astype(u.dtype), read_at(extended, lengths, back, axis=-2)
+        return y.astype(u.dtype), last_tokens(u, earlier, context)
+
+
+class TokenShift(eqx.Module):
+    """For each token, the one before it, called as a `ShortConvolution`."""
+
+    d: int = eqx.field(static=True)
+
+    def init_cache(self, batch: tuple[int, ...], dtype: DTypeLike) -> Float[Array, "*batch 1 d"]:
+        """A zero for the token before the first one."""
+        return jnp.zeros((*batch, 1, self.d), dtype)
+
+    def __call__(
+        self,
+        u: Float[Array, "*batch seq d"],
+        earlier: Float[Array, "*batch 1 d"],
+        context: Context = WHOLE_SEQUENCE,
+    ) -> tuple[Float[Array, "*batch seq d"], Float[Array, "*batch 1 d"]]:
+        """The tokens before, 0 where a document begins, and the last token for the next call."""
+        return lagged(u, earlier, 1, context), last_tokens(u, earlier, context)
+
+
+def lagged(
+    u: Float[Array, "*batch seq d"],
+    earlier: Float[Array, "*batch back d"],
+    lag: int,
+    context: Context,
+) -> Float[Array, "*batch seq d"]:
+    """The token `lag` tokens before each one; 0 where that is in another document."""
+    back, seq = earlier.shape[-2], u.shape[-2]
+    extended = jnp.concatenate([earlier, u], axis=-2)
+    seen = extended[..., back - lag : back - lag + seq, :]
+    if not lag or context.document_starts is None:
+        return seen
+    places = token_positions(seq, context.start) - lag
+    return jnp.where((places >= context.document_starts)[..., None], seen, 0)
+
+
+def last_tokens(
+    u: Float[Array, "*batch seq d"], earlier: Float[Array, "*batch back d"], context: Context
+) -> Float[Array, "*batch back d"]:
+    """The last real ones, as many as `earlier` has."""
+    lengths = jnp.asarray(u.shape[-2] if context.lengths is None else context.lengths)
+    return read_at(jnp.concatenate([earlier, u], -2), lengths, earlier.shape[-2], axis=-2)
 
 
 class MatrixState(eqx.Module):
@@ -71,13 +110,13 @@ class MatrixState(eqx.Module):
     that are made of products; in generation, one by one, in memory that does not grow.
 
     A subclass has the methods `tokens` and `after`, and if it sees earlier tokens otherwise,
-    `before` and a `ShortConvolution`. The state is kept in float32 (or float64).
+    `before` and a `ShortConvolution` or a `TokenShift`. The state is kept in float32 (or float64).
     """
 
     n_heads: int = eqx.field(static=True)
     d_key: int = eqx.field(static=True)
     d_value: int = eqx.field(static=True)
-    conv: ShortConvolution | None
+    conv: ShortConvolution | TokenShift | None
 
     def before(self, x: Float[Array, "*batch seq d_model"]) -> Array:
         """What `tokens` is given of each token, `[*batch, seq, d]`: after `conv`, if there is one.
@@ -129,20 +168,30 @@ class MatrixState(eqx.Module):
 
 
 class LowRank(eqx.Module):
-    """Two matrices, one after the other, with a narrow middle."""
+    """Two matrices, one after the other, with a narrow middle, and perhaps an activation there."""
 
     down: Linear
     up: Linear
+    activation: Callable[[Array], Array] = eqx.field(static=True)
 
     def __init__(
-        self, d_in: int, rank: int, d_out: int, *, std: float, bias: bool, key: PRNGKeyArray
+        self,
+        d_in: int,
+        rank: int,
+        d_out: int,
+        *,
+        activation: Callable[[Array], Array] = identity,
+        std: float,
+        bias: bool,
+        key: PRNGKeyArray,
     ):
         down_key, up_key = jax.random.split(key)
         self.down = Linear(d_in, rank, std=std, key=down_key)
         self.up = Linear(rank, d_out, std=rank**-0.5, bias=bias, key=up_key)
+        self.activation = activation
 
     def __call__(self, x: Float[Array, "*batch d_in"]) -> Float[Array, "*batch d_out"]:
-        return self.up(self.down(x))
+        return self.up(self.activation(self.down(x)))
 
 
 def split_heads(x: Float[Array, "*batch seq d"], n_heads: int) -> Float[Array, "*batch h seq _"]:

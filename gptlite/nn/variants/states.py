@@ -7,6 +7,7 @@ from gptlite.nn.variants.linear_attention import (
     Retention,
 )
 from gptlite.nn.variants.mamba2 import Mamba2
+from gptlite.nn.variants.rwkv7 import RWKV7
 
 STATES = {
     "linear": LinearAttention,
@@ -16,4 +17,5 @@ STATES = {
     "deltanet": DeltaNet,
     "gated_deltanet": GatedDeltaNet,
     "kda": KimiDeltaAttention,
+    "rwkv7": RWKV7,
 }
