@@ -205,9 +205,11 @@ def _inverse(below: Float[Array, "*chunks size size"]) -> Float[Array, "*chunks 
         return jnp.ones_like(below)
     half = size // 2
     corner = below[..., half:, :half]
-    parts = _inverse(jnp.stack([below[..., :half, :half], below[..., half:, half:]]))
-    low = jnp.matmul(jnp.matmul(parts[1], corner, precision="highest"), parts[0])
-    return _triangular(parts[0], low, parts[1])
+    # Along the axis of chunks: the CPU's library may crash where arrays have nine axes.
+    both = jnp.concatenate([below[..., :half, :half], below[..., half:, half:]], axis=-3)
+    first, second = jnp.split(_inverse(both), 2, axis=-3)
+    low = jnp.matmul(jnp.matmul(second, corner, precision="highest"), first)
+    return _triangular(first, low, second)
 
 
 @_inverse.defjvp
