@@ -14,6 +14,7 @@ from gptlite.nn.stack import Layers, Stack
 from gptlite.nn.variants.blocks import ParallelBlock, SandwichNorm
 from gptlite.nn.variants.distances import ALiBi, RelativeBias
 from gptlite.nn.variants.dyt import DyT
+from gptlite.nn.variants.matrix_state import HeadsState, MatrixState, ShortConvolution, Tokens
 from gptlite.nn.variants.moe import MoE
 from gptlite.nn.variants.recurrence import Recurrence
 from gptlite.nn.variants.sinusoidal import Sinusoidal

@@ -16,38 +16,28 @@ from gptlite.nn.mlp import silu
 from gptlite.nn.norms import RMSNorm
 from gptlite.nn.variants.matrix_state import (
     ConvolutionSize,
+    HeadsState,
     LowRank,
-    MatrixState,
-    ShortConvolution,
     init_decays,
-    join_heads,
     split_heads,
     unit,
 )
 
 
-class Delta(MatrixState):
+class Delta(HeadsState):
     """`S = (I - b_t k_t k_tᵀ) (a_t ⊙ S) + b_t k_t v_tᵀ`, `y_t = Sᵀ q_t`: the value that the state
     has for the key k_t is replaced by its mean with v_t, weighted by b_t, between 0 and 1. Queries
     and keys have length 1, and see the last `conv` tokens."""
 
-    query: Linear
-    key: Linear
-    value: Linear
     strength: Linear
     norm: RMSNorm
-    output: Linear
 
     def __init__(self, config: Any, *, conv: ConvolutionSize = 4, key: PRNGKeyArray):
-        d_model, d = config.d_model, config.n_heads * config.d_head
-        std, output_std = config.init_stds
-        keys = jax.random.split(key, 6)
-        self.n_heads, self.d_key, self.d_value = config.n_heads, config.d_head, config.d_head
-        self.conv = ShortConvolution(3 * d, conv, key=keys[0])
-        self.query, self.key, self.value = (Linear(d_model, d, std=std, key=k) for k in keys[1:4])
-        self.strength = Linear(d_model, config.n_heads, std=std, key=keys[4])
-        self.norm = RMSNorm(config.d_head)
-        self.output = Linear(d, d_model, std=output_std, key=keys[5])
+        super_key, strength_key = jax.random.split(key)
+        super().__init__(config, conv=conv, key=super_key)
+        std = config.init_stds[0]
+        self.strength = Linear(config.d_model, self.n_heads, std=std, key=strength_key)
+        self.norm = RMSNorm(self.d_value)
 
     @abc.abstractmethod
     def log_decay(
@@ -93,7 +83,7 @@ class Delta(MatrixState):
         y: Float[Array, "*batch heads seq d_value"],
     ) -> Float[Array, "*batch seq d_model"]:
         """The output."""
-        return self.output(join_heads(self.gated(x, self.norm(y)).astype(x.dtype)))
+        return self.join(self.gated(x, self.norm(y)), x.dtype)
 
 
 class DeltaNet(Delta):

@@ -15,42 +15,29 @@ from gptlite.nn.mlp import silu
 from gptlite.nn.norms import RMSNorm
 from gptlite.nn.positions import Rotary
 from gptlite.nn.variants.matrix_state import (
+    HeadsState,
     LowRank,
-    MatrixState,
     join_heads,
     split_heads,
 )
 
 
-class LinearAttention(MatrixState):
+class LinearAttention(HeadsState):
     """Softmax's exponential of a query times a key becomes a product of features, `elu(x) + 1`
     (Katharopoulos et al., 2020, "Transformers are RNNs", eq. 7 and 9):
 
-        y_t = Σ_{i≤t} (φ(q_t)ᵀ φ(k_i)) v_i / Σ_{i≤t} φ(q_t)ᵀ φ(k_i)
+        y_t = Σ_{i≤t} (φ(q_t)ᵀ φ(k_i)) v_i / (Σ_{i≤t} φ(q_t)ᵀ φ(k_i) + 1e-6)
 
     The sums below the line are a column of the state, for a value of 1.
     """
 
-    query: Linear
-    key: Linear
-    value: Linear
-    output: Linear
-
     def __init__(self, config: Any, *, key: PRNGKeyArray):
-        d_model, d = config.d_model, config.n_heads * config.d_head
-        std, output_std = config.init_stds
-        keys = jax.random.split(key, 4)
-        self.n_heads, self.d_key, self.d_value = config.n_heads, config.d_head, config.d_head + 1
-        self.conv = None
-        self.query, self.key, self.value = (Linear(d_model, d, std=std, key=k) for k in keys[:3])
-        self.output = Linear(d, d_model, std=output_std, key=keys[3])
+        super().__init__(config, key=key)
+        self.d_value = config.d_head + 1
 
     def tokens(self, x: Float[Array, "*batch seq d_model"], u: Any, context: Context) -> Tokens:
         """See the class."""
-        q, k, v = (
-            widen(split_heads(layer(x), self.n_heads))
-            for layer in (self.query, self.key, self.value)
-        )
+        q, k, v = map(widen, self.split_qkv(x))
         ones = jnp.ones_like(v[..., :1])
         return Tokens(
             query=jax.nn.elu(q) + 1,
@@ -67,36 +54,24 @@ class LinearAttention(MatrixState):
     ) -> Float[Array, "*batch seq d_model"]:
         """The output."""
         # Features of keys far below 0 are 0.
-        mean = y[..., :-1] / (y[..., -1:] + 1e-6)
-        return self.output(join_heads(mean.astype(x.dtype)))
+        return self.join(y[..., :-1] / (y[..., -1:] + 1e-6), x.dtype)
 
 
-class Retention(MatrixState):
+class Retention(HeadsState):
     """Queries and keys that are rotated by position, a fixed decay of 1 - 2^(-5-h) for head h, a
     norm of each head, a gate of SiLU (Sun et al., 2023, "Retentive network", section 2)."""
 
-    query: Linear
-    key: Linear
-    value: Linear
     gate: Linear
-    output: Linear
 
     def __init__(self, config: Any, *, key: PRNGKeyArray):
-        d_model, d = config.d_model, config.n_heads * config.d_head
-        std, output_std = config.init_stds
-        keys = jax.random.split(key, 5)
-        self.n_heads, self.d_key, self.d_value = config.n_heads, config.d_head, config.d_head
-        self.conv = None
-        self.query, self.key, self.value, self.gate = (
-            Linear(d_model, d, std=std, key=k) for k in keys[:4]
-        )
-        self.output = Linear(d, d_model, std=output_std, key=keys[4])
+        super_key, gate_key = jax.random.split(key)
+        super().__init__(config, key=super_key)
+        d = self.n_heads * self.d_value
+        self.gate = Linear(config.d_model, d, std=config.init_stds[0], key=gate_key)
 
     def tokens(self, x: Float[Array, "*batch seq d_model"], u: Any, context: Context) -> Tokens:
         """See the class."""
-        q, k, v = (
-            split_heads(layer(x), self.n_heads) for layer in (self.query, self.key, self.value)
-        )
+        q, k, v = self.split_qkv(x)
         rotate, q = Rotary(), widen(q) * self.d_key**-0.5
         log_decay = jnp.log1p(-(2.0 ** (-5.0 - jnp.arange(self.n_heads, dtype=q.dtype))))
         return Tokens(
@@ -117,37 +92,26 @@ class Retention(MatrixState):
         return self.output(y * silu(self.gate(x)))
 
 
-class GatedLinearAttention(MatrixState):
+class GatedLinearAttention(HeadsState):
     """A decay for each row of the state that depends on the token, `sigmoid(decay(x))^(1/16)`, by
     matrices of rank 16, and a gate of SiLU (Yang et al., 2024, "Gated linear attention
     transformers with hardware-efficient training", section 4.4; there, keys are half as wide)."""
 
-    query: Linear
-    key: Linear
-    value: Linear
     decay: LowRank
     gate: Linear
     norm: RMSNorm
-    output: Linear
 
     def __init__(self, config: Any, *, key: PRNGKeyArray):
-        d_model, d = config.d_model, config.n_heads * config.d_head
-        std, output_std = config.init_stds
-        keys = jax.random.split(key, 6)
-        self.n_heads, self.d_key, self.d_value = config.n_heads, config.d_head, config.d_head
-        self.conv = None
-        self.query, self.key, self.value, self.gate = (
-            Linear(d_model, d, std=std, key=k) for k in keys[:4]
-        )
-        self.decay = LowRank(d_model, 16, d, std=std, bias=True, key=keys[4])
-        self.norm = RMSNorm(config.d_head)
-        self.output = Linear(d, d_model, std=output_std, key=keys[5])
+        super_key, decay_key, gate_key = jax.random.split(key, 3)
+        super().__init__(config, key=super_key)
+        d, std = self.n_heads * self.d_value, config.init_stds[0]
+        self.decay = LowRank(config.d_model, 16, d, std=std, bias=True, key=decay_key)
+        self.gate = Linear(config.d_model, d, std=std, key=gate_key)
+        self.norm = RMSNorm(self.d_value)
 
     def tokens(self, x: Float[Array, "*batch seq d_model"], u: Any, context: Context) -> Tokens:
         """See the class."""
-        q, k, v = (
-            split_heads(layer(x), self.n_heads) for layer in (self.query, self.key, self.value)
-        )
+        q, k, v = self.split_qkv(x)
         log_decay = jax.nn.log_sigmoid(widen(self.decay(x))) / 16
         return Tokens(widen(q) * self.d_key**-0.5, k, v, split_heads(log_decay, self.n_heads))
 

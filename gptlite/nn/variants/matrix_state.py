@@ -167,6 +167,39 @@ class MatrixState(eqx.Module):
         return out, None if cache is None else (state, earlier)
 
 
+class HeadsState(MatrixState):
+    """A `MatrixState` whose queries, keys and values are `n_heads` of `d_head` channels each, as
+    `config` says. A subclass adds what it has beside these, and may replace `conv`."""
+
+    query: Linear
+    key: Linear
+    value: Linear
+    output: Linear
+
+    def __init__(self, config: Any, *, conv: int | None = None, key: PRNGKeyArray):
+        """`conv`: how many tokens queries, keys and values see, if `before` joins them."""
+        d_model, d = config.d_model, config.n_heads * config.d_head
+        std, output_std = config.init_stds
+        conv_key, output_key, *keys = jax.random.split(key, 5)
+        self.n_heads, self.d_key, self.d_value = config.n_heads, config.d_head, config.d_head
+        self.conv = None if conv is None else ShortConvolution(3 * d, conv, key=conv_key)
+        self.query, self.key, self.value = (Linear(d_model, d, std=std, key=k) for k in keys)
+        self.output = Linear(d, d_model, std=output_std, key=output_key)
+
+    def split_qkv(
+        self, x: Float[Array, "*batch seq d_model"]
+    ) -> tuple[Float[Array, "*batch heads seq d_head"], ...]:
+        """Queries, keys and values of each head."""
+        layers = self.query, self.key, self.value
+        return tuple(split_heads(layer(x), self.n_heads) for layer in layers)
+
+    def join(
+        self, y: Float[Array, "*batch heads seq d_head"], dtype: DTypeLike
+    ) -> Float[Array, "*batch seq d_model"]:
+        """The output layer, applied to the heads' results side by side, in the model's `dtype`."""
+        return self.output(join_heads(y).astype(dtype))
+
+
 class LowRank(eqx.Module):
     """Two matrices, one after the other, with a narrow middle, and perhaps an activation there."""
 

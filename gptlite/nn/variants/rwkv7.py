@@ -13,11 +13,10 @@ from gptlite.nn.context import WHOLE_SEQUENCE, Context
 from gptlite.nn.dtypes import widen
 from gptlite.nn.kernels.linear_recurrence import Tokens
 from gptlite.nn.kernels.norms import normalise
-from gptlite.nn.linear import Linear
 from gptlite.nn.mlp import ACTIVATIONS
 from gptlite.nn.variants.matrix_state import (
+    HeadsState,
     LowRank,
-    MatrixState,
     TokenShift,
     join_heads,
     split_heads,
@@ -28,16 +27,13 @@ from gptlite.nn.variants.matrix_state import (
 PARTS = ("query", "decay", "key", "value", "rate", "gate")
 
 
-class RWKV7(MatrixState):
+class RWKV7(HeadsState):
     """`S = diag(a_t) S - (rate_t ⊙ κ_t) (κ_tᵀ S) + k_t v_tᵀ`, with a decay `a_t` for each row of
     the state, κ a direction of its own for what is taken away, and a rate for each row (Peng et
     al., 2025, "RWKV-7 Goose", section 4). All of these are of a mean of the token and the one
     before, with shares for each channel. Without the mixing of values with the first layer's."""
 
     shares: dict[str, Float[Array, " d_model"]]
-    query: Linear
-    key: Linear
-    value: Linear
     decay: LowRank
     rate: LowRank
     gate: LowRank
@@ -46,24 +42,20 @@ class RWKV7(MatrixState):
     bonus: Float[Array, " d"]
     norm_weight: Float[Array, " d"]
     norm_bias: Float[Array, " d"]
-    output: Linear
 
     def __init__(self, config: Any, *, rank: Count = 32, key: PRNGKeyArray):
         """`rank`: of the matrices of decays, rates and gates."""
         d_model, d = config.d_model, config.n_heads * config.d_head
-        std, output_std = config.init_stds
-        keys = jax.random.split(key, 7)
-        self.n_heads, self.d_key, self.d_value = config.n_heads, config.d_head, config.d_head
+        super_key, decay_key, rate_key, gate_key = jax.random.split(key, 4)
+        super().__init__(config, key=super_key)
         self.conv = TokenShift(d_model)
         self.shares = {part: jnp.full(d_model, 0.5) for part in PARTS}
-        self.query, self.key, self.value = (Linear(d_model, d, std=std, key=k) for k in keys[:3])
-        low_rank = functools.partial(LowRank, d_model, rank, d, std=std)
-        self.decay = low_rank(activation=ACTIVATIONS["tanh"], bias=True, key=keys[3])
-        self.rate = low_rank(bias=True, key=keys[4])
-        self.gate = low_rank(activation=ACTIVATIONS["sigmoid"], bias=False, key=keys[5])
+        low_rank = functools.partial(LowRank, d_model, rank, d, std=config.init_stds[0])
+        self.decay = low_rank(activation=ACTIVATIONS["tanh"], bias=True, key=decay_key)
+        self.rate = low_rank(bias=True, key=rate_key)
+        self.gate = low_rank(activation=ACTIVATIONS["sigmoid"], bias=False, key=gate_key)
         self.direction, self.key_rate, self.bonus = jnp.full(d, 0.7), jnp.ones(d), jnp.zeros(d)
         self.norm_weight, self.norm_bias = jnp.ones(d), jnp.zeros(d)
-        self.output = Linear(d, d_model, std=output_std, key=keys[6])
 
     def tokens(
         self,
