@@ -16,6 +16,8 @@ from gptlite.machine.names import (
     BlockChoice,
     BlockNames,
     CustomBlock,
+    EveryNth,
+    check_every,
     custom_name,
     parse_bpe,
     parse_lora,
@@ -23,6 +25,7 @@ from gptlite.machine.names import (
 )
 
 STATES = ("linear", "retention", "gla", "mamba2", "deltanet", "gated_deltanet", "kda", "rwkv7")
+ATTENTIONS = ("full", "sliding", *STATES)
 MLPS = ("gelu", "silu", "relu", "relu2", "tanh", "sigmoid", "identity", "swiglu", "geglu", "moe")
 
 
@@ -91,12 +94,16 @@ class ModelConfig:
     """RMSNorm (rms, with the option eps=1e-6), LayerNorm (layer, with the option eps=1e-5) or DyT
     (dyt), in the blocks and before the head."""
 
-    attention: Annotated[BlockChoice, BlockNames(("full", "sliding", *STATES))] = "full"
+    attention: Annotated[BlockChoice, BlockNames(ATTENTIONS)] = "full"
     """What a token attends to: itself and all earlier tokens (full), or the last 64 including
     itself (sliding, with the option window). Options of both: qkv_bias=true and output_bias=true
     add biases to these matrices alone; qk_gain=true adds trained gains to qk_norm, and qk_eps=1e-6
     is its epsilon. Or a state in place of keys and values (docs/blocks.md): linear, retention, gla;
     deltanet, gated_deltanet, kda, mamba2 (conv=4; mamba2: state=64, expand=2); rwkv7 (rank=32)."""
+
+    attention_every: Annotated[str | None, EveryNth(ATTENTIONS)] = None
+    """Another attention in every Nth layer: with 4:full, in layers 4, 8, 12 and so on. Its own
+    options follow its name, as in 4:sliding:window=128. None: all layers have the same."""
 
     mlp: Annotated[BlockChoice, BlockNames(MLPS)] = "relu2"
     """The MLP's activation: gelu, silu, relu, relu2, tanh, sigmoid or identity; swiglu and geglu
@@ -179,6 +186,7 @@ class ModelConfig:
             f"model.n_heads must be a multiple of model.n_kv_heads, got n_heads {self.n_heads} "
             f"and n_kv_heads {self.n_kv_heads}.",
         )
+        check_every(self.attention_every, self.n_layers)
         positions, _ = split_options(self.positions)
         require(
             positions != "rotary" or self.d_head % 2 == 0,

@@ -225,6 +225,12 @@ VARIANTS = {
         "tied_head": True,
         "separate_documents": True,
     },
+    "hybrid": {
+        "n_layers": 3,
+        "attention": "retention",
+        "attention_every": "2:full",
+        "separate_documents": True,
+    },
     "relative-experts-sandwich-scan": {
         "n_layers": 2,
         "positions": "relative",

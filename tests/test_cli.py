@@ -168,7 +168,7 @@ def test_every_option_has_a_test_of_its_range():
     assert texts == {
         "--data.corpus", "--data.tokenizer", "--run", "--resume", "--init-from", "--prompt",
         "--prompt-file", "--stop", "--custom", "--distributed.coordinator",
-        "--log.to", "--model.lora", "--training.freeze",
+        "--log.to", "--model.attention-every", "--model.lora", "--training.freeze",
     }  # fmt: skip
 
 

@@ -197,6 +197,11 @@ class _Export:
             "embeddings of earlier tokens",
             "--model.embed-previous 0",
         )
+        self.need(
+            config.attention_every is None,
+            f"attention {config.attention_every} in every Nth layer",
+            "without --model.attention-every",
+        )
         is_gpt2 = self.norm == "layer" or self.positions == "learned"
         fields = self.gpt2() if is_gpt2 else self.llama()
         require(

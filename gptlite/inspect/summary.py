@@ -134,13 +134,17 @@ def _modules(model: Any) -> list[tuple[str, int, Any, str]]:
     out = eqx.filter_eval_shape(with_call_hook(model, _holds_arrays, on_call), *_inputs(model, 1))
     nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=_holds_arrays)
     modules = [(path_name(path), node) for path, node in nodes if _holds_arrays(node)]
-    layers = model.config.n_layers
     # A head is never called: only its weight is used.
     shapes |= {name: _shape(out) for name, _ in modules if name.endswith("head")}
     return [
-        (name, layers if is_stacked(name) else 1, node, shapes.get(name, "-"))
+        (name, _layers(node) if is_stacked(name) else 1, node, shapes.get(name, "-"))
         for name, node in modules
     ]
+
+
+def _layers(module: Any) -> int:
+    """Of a module in a `Stack`: the leading axis of its arrays."""
+    return next(a for a in jax.tree.leaves(module) if is_array(a)).shape[0]
 
 
 def _shape(x: Any) -> str:

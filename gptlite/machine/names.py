@@ -52,6 +52,34 @@ class BlockNames(Rule):
         return next(note.names for note in notes if isinstance(note, BlockNames))
 
 
+@dataclass(frozen=True)
+class EveryNth(Rule):
+    """A number of layers and one of the names of blocks, in `Annotated`: see
+    `ModelConfig.attention_every`."""
+
+    names: tuple[str, ...]
+
+    def check(self, name: str, value: Any) -> None:
+        """**Raises:** `UserError` if `value` is of another form."""
+        number, _, block = value.partition(":")
+        require(
+            re.fullmatch(r"[2-9]|[1-9]\d{1,2}", number) is not None
+            and split_options(block)[0] in self.names,
+            f"{name} must be a number from 2 to 999, and one of {', '.join(self.names)}, as in "
+            f"4:full, got {value!r}.",
+        )
+
+
+def check_every(value: str | None, n_layers: int) -> None:
+    """**Raises:** `UserError` if no layer of `n_layers` is an Nth: see `EveryNth`."""
+    number = "0" if value is None else value.partition(":")[0]
+    require(
+        int(number) <= n_layers,
+        f"model.attention_every {value} needs a model.n_layers of {number} or more, got "
+        f"{n_layers}.",
+    )
+
+
 def split_options(value: BlockChoice) -> tuple[str, Mapping[str, str]]:
     """A block and its own options: of `moe:n_experts=8:balance_loss=0.1`, `moe` and a dict of two
     strings; of `FILE.py:CLASS:rank=4`, `FILE.py:CLASS` and a dict of one."""

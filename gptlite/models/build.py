@@ -24,9 +24,9 @@ from gptlite.nn.mlp import ACTIVATIONS, MLP, GatedMLP, gelu, silu
 from gptlite.nn.norms import LayerNorm, LayerNormOptions, RMSNorm, RMSNormOptions
 from gptlite.nn.positions import Learned, NoPositions, Rotary, RotaryOptions
 from gptlite.nn.variants.blocks import ParallelBlock, SandwichNorm
-from gptlite.nn.variants.distances import ALiBi, RelativeBias, RelativeOptions
+from gptlite.nn.variants.distances import ALiBi, RelativeBias
 from gptlite.nn.variants.dyt import DyT
-from gptlite.nn.variants.moe import MoE, MoEOptions
+from gptlite.nn.variants.moe import MoE
 from gptlite.nn.variants.sinusoidal import Sinusoidal
 from gptlite.nn.variants.states import STATES
 
@@ -128,25 +128,6 @@ def _mlp(kind: Any, activation: Callable) -> Callable[..., Any]:
     return make
 
 
-def _moe(config, options: MoEOptions, *, key):
-    std, down_std = config.init_stds
-    d_expert = max(1, config.d_hidden // options.experts_per_token)
-    return MoE(
-        config.d_model,
-        d_expert,
-        **dataclasses.asdict(options),
-        std=std,
-        down_std=down_std,
-        key=key,
-    )
-
-
-def _relative(config, options: RelativeOptions, *, causal=True, key):
-    return RelativeBias(
-        config.n_heads, **dataclasses.asdict(options), bidirectional=not causal, key=key
-    )
-
-
 def _rotary(config, options: RotaryOptions, *, causal=True, key):
     return Rotary(options)
 
@@ -157,10 +138,6 @@ def _rms_norm(config, options: RMSNormOptions, *, key):
 
 def _layer_norm(config, options: LayerNormOptions, *, key):
     return LayerNorm(config.d_model, bias=config.bias, eps=options.eps)
-
-
-def _learned(config, *, causal=True, key):
-    return Learned(config.context_length, config.d_model, std=embedding_std(config), key=key)
 
 
 TABLES: dict[str, dict[str, Callable[..., Any]]] = {
@@ -175,7 +152,7 @@ TABLES: dict[str, dict[str, Callable[..., Any]]] = {
         **{name: _mlp(MLP, activation) for name, activation in ACTIVATIONS.items()},
         "swiglu": _mlp(GatedMLP, silu),
         "geglu": _mlp(GatedMLP, gelu),
-        "moe": _moe,
+        "moe": MoE.from_config,
     },
     "norm": {
         "rms": _rms_norm,
@@ -184,10 +161,12 @@ TABLES: dict[str, dict[str, Callable[..., Any]]] = {
     },
     "positions": {
         "rotary": _rotary,
-        "learned": _learned,
+        "learned": lambda config, *, causal=True, key: Learned(
+            config.context_length, config.d_model, std=embedding_std(config), key=key
+        ),
         "sinusoidal": lambda config, *, causal=True, key: Sinusoidal(),
         "alibi": lambda config, *, causal=True, key: ALiBi(config.n_heads),
-        "relative": _relative,
+        "relative": RelativeBias.from_config,
         "none": lambda config, *, causal=True, key: NoPositions(),
     },
 }
@@ -212,8 +191,8 @@ def make_part(
     taken = inspect.signature(make).parameters
     require(
         causal or "causal" in taken,
-        f"{getattr(config, field)} must take causal=, to serve in an encoder, where every token "
-        "sees every other: causal is False there, and True in a decoder.",
+        f"{getattr(config, field)} is not for an encoder, where every token sees every other: what "
+        "is for one takes causal=, which is False there, and True in a decoder.",
     )
     facts = {"causal": causal, "layer": layer}
     facts = {name: fact for name, fact in facts.items() if name in taken and fact is not None}

@@ -19,6 +19,7 @@ from gptlite.nn.context import WHOLE_SEQUENCE, Context
 from gptlite.nn.embedding import Embedding
 from gptlite.nn.positions import token_positions
 from gptlite.nn.stack import Caches, Layers, Stack
+from gptlite.nn.variants.hybrid import HybridStack
 from gptlite.sharding import constrain, gathered
 
 # Ids of tokens. NumPy's are copied to the device.
@@ -59,8 +60,9 @@ class Transformer(eqx.Module):
             for _ in range(config.embed_previous)
         )
         self.positions = make_positions(config, positions_key, added=True)
-        self.stack = Stack(
-            lambda key, layer: make_block(config, key, layer=layer),
+        make_stack = Stack if config.attention_every is None else HybridStack.of(config)
+        self.stack = make_stack(
+            lambda key, layer, config=config: make_block(config, key, layer=layer),
             config.n_layers,
             # With unrolled layers, XLA may recompute all of them before the first is needed.
             scan=config.stack == "scan" or config.remat != "none",

@@ -1,6 +1,6 @@
 """Layers, one after the other, stored as one block whose arrays have a leading layer axis."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar
 
 import equinox as eqx
@@ -90,14 +90,7 @@ class Stack(eqx.Module):
 
     def unstack(self) -> Layers:
         """The same layers, each with arrays of its own."""
-        arrays, rest = eqx.partition(self.blocks, eqx.is_array)
-        # lax.unstack, not indexing: its transpose joins the layers' gradients in one operation,
-        # where the transpose of each index writes an array of zeros for all layers.
-        leaves, structure = jax.tree.flatten(arrays)
-        rows = zip(*[lax.unstack(leaf) for leaf in leaves], strict=True)
-        if not leaves:  # a block without parameters
-            rows = [()] * self.n_layers
-        return Layers(tuple(eqx.combine(jax.tree.unflatten(structure, row), rest) for row in rows))
+        return Layers(tuple(each_layer(self.blocks, self.n_layers)))
 
     def init_cache(
         self,
@@ -121,7 +114,14 @@ class Stack(eqx.Module):
         if not self.scan or caches is not None:
             return self.unstack()(x, caches, context, key=key)
         keys = None if key is None else jax.random.split(key, self.n_layers)
-        arrays, rest = eqx.partition(self.blocks, eqx.is_array)
+        x, aux_loss = self._scan(self.blocks, self.n_layers, x, context, keys)
+        return x, None, aux_loss
+
+    def _scan(
+        self, blocks: Any, count: int, x: Array, context: Context, keys: Any
+    ) -> tuple[Float[Array, "*batch seq d_model"], Float[Array, ""]]:
+        """The `count` layers in `blocks`, by `lax.scan`."""
+        arrays, rest = eqx.partition(blocks, eqx.is_array)
 
         def layer(x, scanned):
             arrays, key = scanned
@@ -139,8 +139,18 @@ class Stack(eqx.Module):
         if self.remat == "block":
             # With the gathering inside: else the gathered parameters of all layers would be kept.
             layer = jax.checkpoint(layer, prevent_cse=False)
-        x, aux_losses = lax.scan(layer, x, (arrays, keys), length=self.n_layers)
-        return x, None, jnp.sum(aux_losses)
+        x, aux_losses = lax.scan(layer, x, (arrays, keys), length=count)
+        return x, jnp.sum(aux_losses)
+
+
+def each_layer(blocks: Any, count: int) -> Iterator[Any]:
+    """The `count` layers in a stack's `blocks`."""
+    arrays, rest = eqx.partition(blocks, eqx.is_array)
+    # lax.unstack, not indexing: its transpose joins the layers' gradients in one operation, where
+    # each index would write zeros for all layers. Without leaves: a block without parameters.
+    leaves, structure = jax.tree.flatten(arrays)
+    rows = zip(*map(lax.unstack, leaves), strict=True) if leaves else [()] * count
+    return (eqx.combine(jax.tree.unflatten(structure, row), rest) for row in rows)
 
 
 def unstacked(model: T, *, scanned: bool = True) -> T:
@@ -150,7 +160,7 @@ def unstacked(model: T, *, scanned: bool = True) -> T:
 
     def unstack(node: Any) -> Any:
         is_wanted = isinstance(node, Stack) and (scanned or not node.scan)
-        return eqx.filter_jit(Stack.unstack)(node) if is_wanted else node
+        return eqx.filter_jit(type(node).unstack)(node) if is_wanted else node
 
     return jax.tree.map(unstack, model, is_leaf=lambda node: isinstance(node, Stack))
 

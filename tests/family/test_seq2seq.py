@@ -411,7 +411,7 @@ def test_a_custom_attention_receives_causal():
     assert model.decoder.stack.blocks.attention.causal
     config = dataclasses.replace(ONE, attention=Untold)
     for kind, sizes in ((Encoder, (5,)), (Seq2Seq, (5, 5))):
-        with pytest.raises(UserError, match="Untold must take causal="):
+        with pytest.raises(UserError, match="Untold is not for an encoder"):
             eqx.filter_eval_shape(kind, config, *sizes, key=jax.random.key(0))
 
 

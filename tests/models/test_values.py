@@ -47,7 +47,7 @@ def test_second_derivatives_are_those_of_the_first(name):
     with jax.enable_x64(True):
         model = jax.tree.map(
             lambda x: x.astype(float) if eqx.is_inexact_array(x) else x,
-            tiny_model(**VARIANTS[name] | {"n_layers": 1, "stack": "unrolled"}),
+            tiny_model(**VARIANTS[name] | {"n_layers": 2, "stack": "unrolled"}),
         )
         parameters, rest = eqx.partition(model, eqx.is_inexact_array)
         gradient = jax.jit(jax.grad(lambda p: summed(p, rest)))

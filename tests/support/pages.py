@@ -65,6 +65,7 @@ RULES: dict[str, str | None] = {
         "--model.n-layers 1 --model.n-heads 2 --model.d-model 16 --model.context-length 16 "
         "--training.steps 3 --data.corpus text.txt --data.tokenizer byte"
     ),
+    "gptlite train --model.n-layers 4": TRAIN.replace("n-layers 1", "n-layers 4"),
     "gptlite train": TRAIN,
     "gptlite sample": "--max-new-tokens 5",
     "echo -n": "",

@@ -6,7 +6,7 @@ at positions from `start` on and keys at positions from 0 on.
 
 import math
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -79,6 +79,13 @@ class RelativeBias(eqx.Module):
         self.table = Embedding(buckets, n_heads, std=0.02, key=key)
         self.max_distance = max_distance
         self.bidirectional = bidirectional
+
+    @classmethod
+    def from_config(
+        cls, config: Any, options: RelativeOptions, *, causal: bool = True, key: PRNGKeyArray
+    ) -> "RelativeBias":
+        """`bidirectional` if it is not `causal`."""
+        return cls(config.n_heads, **vars(options), bidirectional=not causal, key=key)
 
     def __call__(
         self, queries: int, keys: int, start: Start

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import equinox as eqx
 import jax
@@ -83,6 +83,19 @@ class MoE(eqx.Module):
         self.n_experts = n_experts
         self.experts_per_token = experts_per_token
         self.balance_loss = balance_loss
+
+    @classmethod
+    def from_config(cls, config: Any, options: MoEOptions, *, key: PRNGKeyArray) -> "MoE":
+        """The experts that a token has are together as wide as `config.d_hidden`."""
+        std, down_std = config.init_stds
+        return cls(
+            config.d_model,
+            max(1, config.d_hidden // options.experts_per_token),
+            **vars(options),
+            std=std,
+            down_std=down_std,
+            key=key,
+        )
 
     def __call__(self, x: Float[Array, "*batch seq d_model"]) -> Float[Array, "*batch seq d_model"]:
         probability, picked = self._route(x)
