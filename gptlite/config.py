@@ -25,7 +25,7 @@ from gptlite.machine.names import (
 )
 
 STATES = ("linear", "retention", "gla", "mamba2", "deltanet", "gated_deltanet", "kda", "rwkv7")
-ATTENTIONS = ("full", "sliding", *STATES)
+ATTENTIONS = ("full", "sliding", "gated", *STATES)
 MLPS = ("gelu", "silu", "relu", "relu2", "tanh", "sigmoid", "identity", "swiglu", "geglu", "moe")
 
 
@@ -95,11 +95,12 @@ class ModelConfig:
     (dyt), in the blocks and before the head."""
 
     attention: Annotated[BlockChoice, BlockNames(ATTENTIONS)] = "full"
-    """What a token attends to: itself and all earlier tokens (full), or the last 64 including
-    itself (sliding, with the option window). Options of both: qkv_bias=true and output_bias=true
-    add biases to these matrices alone; qk_gain=true adds trained gains to qk_norm, and qk_eps=1e-6
-    is its epsilon. Or a state in place of keys and values (docs/blocks.md): linear, retention, gla;
-    deltanet, gated_deltanet, kda, mamba2 (conv=4; mamba2: state=64, expand=2); rwkv7 (rank=32)."""
+    """What a token attends to: itself and all earlier tokens (full; gated, with a gate of what
+    it reads), or the last 64 including itself (sliding, with the option window). Options of these:
+    qkv_bias=true and output_bias=true add biases to these matrices alone; qk_gain=true adds trained
+    gains to qk_norm, and qk_eps=1e-6 is its epsilon. Or a state in place of keys and values
+    (docs/blocks.md): linear, retention, gla; deltanet, gated_deltanet, kda, mamba2 (conv=4; mamba2:
+    state=64, expand=2; gated_deltanet: heads, key_heads, key_size, value_size); rwkv7 (rank=32)."""
 
     attention_every: Annotated[str | None, EveryNth(ATTENTIONS)] = None
     """Another attention in every Nth layer: with 4:full, in layers 4, 8, 12 and so on. Its own
@@ -115,9 +116,10 @@ class ModelConfig:
         BlockNames(("rotary", "learned", "sinusoidal", "alibi", "relative", "none"), custom=False),
     ] = "rotary"
     """How the model knows the positions of tokens: rotary rotates queries and keys (options
-    theta=10000 and, for Llama 3.1's scaling, factor=1, low_frequency=1, high_frequency=4,
-    original_context=8192); learned and sinusoidal add to the embeddings; alibi and relative
-    (options buckets=32, max_distance=128) add to attention's scores by distance; none."""
+    theta=10000, share=1 of the channels and, for Llama 3.1's scaling, factor=1, low_frequency=1,
+    high_frequency=4, original_context=8192); learned and sinusoidal add to the embeddings; alibi
+    and relative (options buckets=32, max_distance=128) add to attention's scores by distance;
+    none."""
 
     embed_previous: Annotated[int, Between(0, 64)] = 2
     """How many earlier tokens are added to each token's embedding, each from a table of its own. A

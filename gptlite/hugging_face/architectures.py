@@ -4,9 +4,10 @@ A folder of a model has `config.json` and `model.safetensors` (or several files 
 them). `transformers` describes the fields in its `configuration_*.py`.
 """
 
+import collections
 import dataclasses
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from gptlite.machine.names import is_custom, split_options, with_options
 from gptlite.models.build import find_part
 from gptlite.nn.attention import AttentionOptions, SlidingOptions
 from gptlite.nn.norms import LayerNormOptions, RMSNormOptions
-from gptlite.nn.positions import RotaryOptions
+from gptlite.nn.variants.rotary_options import RotaryOptions
 
 # Their names of activations, by ours. GELU is the tanh approximation.
 ACTIVATIONS = {
@@ -91,6 +92,16 @@ class Family:
     """Whether matrices of layers are `[d_in, d_out]`."""
     gain_offset: float = 0.0
     """The number that is added to a stored gain of a norm."""
+    plain: tuple[str, ...] = ()
+    """Our norms to whose gains it is not added."""
+    joined: tuple[str, ...] = ()
+    """Our modules whose rows follow each other in one of theirs."""
+    by_head: tuple[str, ...] = ()
+    """Our modules whose rows do so head by head."""
+    passed: tuple[str, ...] = ()
+    """What the names of tensors begin with that gptlite does without."""
+    arrays: Mapping[str, str] = field(default_factory=dict)
+    """The names in a layer of arrays that are named otherwise than `layer` says."""
 
 
 _TOP = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
@@ -112,6 +123,8 @@ _SANDWICH = {
     "mlp_residual.norm": "pre_feedforward_layernorm",
     "mlp_residual.norm_out": "post_feedforward_layernorm",
 }
+# The kinds of layers in a hybrid.
+KINDS = ("most", "some")
 _LLAMA = _ATTENTION | _MLP | _PRE
 FAMILIES = {
     family.model_type: family
@@ -146,11 +159,42 @@ FAMILIES = {
             },
             layers="transformer.h",
             transposed=True,
+            joined=("attention.heads.query", "attention.heads.key", "attention.heads.value"),
+        ),
+        Family(
+            *("qwen3_5_text", "Qwen3_5ForCausalLM", _TOP),
+            {
+                **{f"{kind}.{ours}": x for kind in KINDS for ours, x in (_MLP | _PRE).items()},
+                **{f"some.{ours}": theirs for ours, theirs in _ATTENTION.items()},
+                "some.attention.gate": "self_attn.q_proj",
+                **{
+                    f"most.attention.{ours}": f"linear_attn.{theirs}"
+                    for ours, theirs in (
+                        *((x, "in_proj_qkv") for x in ("query", "key", "value")),
+                        *(("gate", "in_proj_z"), ("strength", "in_proj_b"), ("decay", "in_proj_a")),
+                        *(("norm", "norm"), ("output", "out_proj"), ("conv.weights", "conv1d")),
+                    )
+                },
+            },
+            gain_offset=1.0,
+            plain=("most.attention.norm",),
+            joined=tuple(f"most.attention.{x}" for x in ("query", "key", "value")),
+            by_head=("some.attention.heads.query", "some.attention.gate"),
+            # What sees pictures, and what predicts more tokens than the next.
+            passed=("model.visual.", "mtp."),
+            arrays={
+                "most.attention.log_rate": "linear_attn.A_log",
+                "most.attention.decay_bias": "linear_attn.dt_bias",
+                **{
+                    f"most.attention.conv.weights.{i}": "linear_attn.conv1d.weight"
+                    for i in range(64)
+                },
+            },
         ),
     )
 }
-# Our modules whose matrices are side by side in one of theirs.
-JOINED = ("attention.heads.query", "attention.heads.key", "attention.heads.value")
+# What the names of our parameters in layers begin with.
+LAYER = "stack.blocks."
 
 
 # From our config to theirs.
@@ -197,13 +241,9 @@ class _Export:
             "embeddings of earlier tokens",
             "--model.embed-previous 0",
         )
-        self.need(
-            config.attention_every is None,
-            f"attention {config.attention_every} in every Nth layer",
-            "without --model.attention-every",
-        )
         is_gpt2 = self.norm == "layer" or self.positions == "learned"
-        fields = self.gpt2() if is_gpt2 else self.llama()
+        is_hybrid = config.attention_every is not None
+        fields = self.qwen3_5() if is_hybrid else self.gpt2() if is_gpt2 else self.llama()
         require(
             not self.obstacles,
             "No architecture of Hugging Face's transformers has: "
@@ -371,6 +411,62 @@ class _Export:
             "final_logit_softcapping": config.logit_cap,
         }
 
+    def qwen3_5(self) -> dict[str, Any]:
+        """The one with layers of two kinds: a gated delta rule, and gated attention."""
+        config, rotary = self.config, self.position_options
+        every, _, other = str(config.attention_every).partition(":")
+        kinds = dataclasses.replace(config, attention=other, attention_every=None)
+        name, options = _Export(kinds)._part("attention")
+        self.need(
+            self.attention == "gated_deltanet",
+            f"attention {config.attention} with another one",
+            "--model.attention gated_deltanet",
+        )
+        wanted = AttentionOptions(qk_gain=isinstance(options, AttentionOptions) and options.qk_gain)
+        self.need(
+            name == "gated" and options == wanted,
+            f"attention {other} in every Nth layer",
+            f"--model.attention-every {every}:gated",
+        )
+        self.need(config.qk_norm, "these layers without QK-norm", "--model.qk-norm")
+        self.need(config.norm == "rms", f"norm {config.norm} in these", "--model.norm rms")
+        self.need(config.block == "pre", f"block {config.block} in these", "--model.block pre")
+        self.need(self.mlp == "swiglu", f"mlp {config.mlp} in these", "--model.mlp swiglu")
+        self.need(not config.bias, "biases in these", "--model.no-bias")
+        plain = RotaryOptions(
+            theta=getattr(rotary, "theta", 2.0), share=getattr(rotary, "share", 1.0)
+        )
+        self.need(rotary == plain, f"positions {config.positions}", "--model.positions rotary")
+        self.common(scale=False, cap=False)
+        texts = split_options(config.attention)[1]
+        sizes = {name: int(text) for name, text in texts.items() if text.isdigit()}
+        heads = sizes.get("heads", config.n_heads)
+        return {
+            "model_type": "qwen3_5_text",
+            "num_hidden_layers": config.n_layers,
+            "num_attention_heads": config.n_heads,
+            "num_key_value_heads": config.n_kv_heads or config.n_heads,
+            "head_dim": config.d_head,
+            "hidden_size": config.d_model,
+            "intermediate_size": config.d_hidden,
+            "max_position_embeddings": config.context_length,
+            "rms_norm_eps": 1e-6,
+            "hidden_act": "silu",
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": plain.theta,
+                "partial_rotary_factor": plain.share,
+            },
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "linear_num_value_heads": heads,
+            "linear_num_key_heads": sizes.get("key_heads", heads),
+            "linear_key_head_dim": sizes.get("key_size", config.d_head),
+            "linear_value_head_dim": sizes.get("value_size", config.d_head),
+            "linear_conv_kernel_dim": sizes.get("conv", 4),
+            "layer_types": _layer_types(config.n_layers, int(every)),
+        }
+
     def whole_heads(self) -> None:
         """`transformers` refuses other widths in some architectures, whatever the `head_dim`."""
         config = self.config
@@ -396,6 +492,11 @@ class _Export:
         }
 
 
+def _layer_types(n_layers: int, every: int) -> list[str]:
+    kinds = ("linear_attention", "full_attention")
+    return [kinds[(i + 1) % every == 0] for i in range(n_layers)]
+
+
 # From their config to ours.
 
 
@@ -414,9 +515,24 @@ def from_hf_config(fields: Mapping[str, Any]) -> ModelConfig:
     own = reader.own()
     if own is not None:
         return own
-    config = reader.gpt2() if kind == "gpt2" else reader.llama(kind)
+    kinds = {"gpt2": reader.gpt2, "qwen3_5_text": reader.qwen3_5}
+    config = kinds[kind]() if kind in kinds else reader.llama(kind)
     reader.end()
     return config
+
+
+def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of the language model in a model that also sees pictures; of others, `fields`.
+
+    **Raises:** `UserError` if there are none.
+    """
+    if fields.get("model_type") != "qwen3_5":
+        return fields
+    text = fields.get("text_config")
+    if not isinstance(text, dict):
+        raise UserError(f"The model's text_config must be fields, got {str(text)[:100]!r}.")
+    outer = ("tie_word_embeddings", "eos_token_id")
+    return {**text, **{name: fields[name] for name in outer if name in fields}}
 
 
 def vocab_size_of(fields: Mapping[str, Any]) -> int:
@@ -522,6 +638,47 @@ class _Import:
             init="gpt2",
         )
 
+    def qwen3_5(self) -> ModelConfig:
+        n_layers, n_heads = self.size("num_hidden_layers"), self.size("num_attention_heads")
+        d_model = self.size("hidden_size")
+        d_head = self.size("head_dim", 256)
+        interval = self.size("full_attention_interval", 4)
+        types = self.get("layer_types", _layer_types(n_layers, interval), list)
+        every = types.index("full_attention") + 1 if "full_attention" in types else 1
+        require(
+            every > 1 and types == _layer_types(n_layers, every),
+            "The model's layer_types must be linear_attention, but for every Nth layer, which is "
+            f"full_attention, got {str(types)[:100]}.",
+        )
+        self.require("rms_norm_eps", 1e-6, default=1e-6)
+        self.require("attention_bias", False, default=False)
+        self.require("attn_output_gate", True, default=True)
+        # Of predictors of more tokens, which gptlite does without; of a format.
+        self.asked |= {"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"}
+        sizes = {
+            "heads": self.size("linear_num_value_heads", 32),
+            "key_heads": self.size("linear_num_key_heads", 16),
+            "key_size": self.size("linear_key_head_dim", 128),
+            "value_size": self.size("linear_value_head_dim", 128),
+            "conv": self.size("linear_conv_kernel_dim", 4),
+        }
+        return ModelConfig(
+            n_layers=n_layers,
+            n_heads=n_heads,
+            n_kv_heads=self.size("num_key_value_heads", 4),
+            head_size=None if d_head * n_heads == d_model else d_head,
+            d_model=d_model,
+            d_ff=self.size("intermediate_size"),
+            context_length=self.size("max_position_embeddings"),
+            attention=":".join(["gated_deltanet", *(f"{name}={x}" for name, x in sizes.items())]),
+            attention_every=f"{every}:gated:qk_gain=true",
+            mlp=self.activation("hidden_act", "silu", {"swiglu": "silu"}),
+            positions=with_options("rotary", self.rope("qwen3_5_text", None)),
+            embed_previous=0,
+            tied_head=self.require("tie_word_embeddings", True, False, default=False),
+            init="gpt2",
+        )
+
     def activation(self, field: str, default: str, table: Mapping[str, str]) -> str:
         theirs = self.get(field, default, str)
         theirs = SYNONYMS.get(theirs, theirs)
@@ -617,7 +774,14 @@ class _Import:
         `convert_rope_params_to_dict`.)"""
         rope_fields = self.get("rope_parameters", {}, dict)
         scaling = self.get("rope_scaling", {}, dict)
-        self.require("partial_rotary_factor", 1.0, default=1.0)
+        share = 1.0
+        if kind == "qwen3_5_text":
+            # How positions in pictures are divided: those of text are the same for all.
+            of_pictures = ("mrope_section", "mrope_interleaved")
+            rope_fields = {name: x for name, x in rope_fields.items() if name not in of_pictures}
+            share = self.number("partial_rotary_factor", RotaryOptions, "share", 0.25)
+        else:
+            self.require("partial_rotary_factor", 1.0, default=1.0)
         if kind == "gemma3_text":
             of = _Import(rope_fields)
             full, sliding = (of.get(f"{x}_attention", {}, dict) for x in ("full", "sliding"))
@@ -635,9 +799,14 @@ class _Import:
             del rope_fields["type"]
         rope = _Import({f"rope_parameters.{name}": x for name, x in rope_fields.items()})
         rope.asked.clear()
-        rope.require("rope_parameters.partial_rotary_factor", 1.0, default=1.0)
+        partial = "rope_parameters.partial_rotary_factor"
+        share = rope.number(partial, RotaryOptions, "share", share)
+        require(
+            share == 1 or kind == "qwen3_5_text",
+            f"The model's {partial} is {share}: gptlite has 1.0 only, but for qwen3_5_text.",
+        )
         theta = rope.number("rope_parameters.rope_theta", RotaryOptions, "theta")
-        options: dict[str, Any] = {"theta": theta}
+        options: dict[str, Any] = {"theta": theta, "share": share}
         if (
             rope.require("rope_parameters.rope_type", "default", "llama3", default="default")
             == "llama3"
@@ -661,35 +830,69 @@ class _Import:
 class Names:
     """Where a parameter of ours is among theirs."""
 
-    def __init__(self, config: ModelConfig, model_type: str):
+    def __init__(self, config: ModelConfig, model_type: str, ours: Mapping[str, Any]):
+        """`ours`: our parameters, or their shapes."""
         self.config, self.family = config, FAMILIES[model_type]
+        self._shapes = {name: leaf.shape for name, leaf in ours.items()}
 
     def of(self, name: str) -> list[str]:
         """Their names of our parameter: one for each layer, or a single one."""
-        module, _, leaf = name.rpartition(".")
-        if not name.startswith("stack.blocks."):
+        module, _, leaf = name.removeprefix(LAYER).rpartition(".")
+        if not name.startswith(LAYER):
             return [f"{self.family.top[module]}.{leaf}"]
-        theirs = self.family.layer[module.removeprefix("stack.blocks.")]
+        theirs = self.family.arrays.get(name.removeprefix(LAYER))
+        theirs = f"{self.family.layer[module]}.{leaf}" if theirs is None else theirs
+        return [f"{self.family.layers}.{i}.{theirs}" for i in self.layers(name)]
+
+    def layers(self, name: str) -> list[int]:
+        """The layers that have our parameter."""
         layers = range(self.config.n_layers)
-        return [f"{self.family.layers}.{i}.{theirs}.{leaf}" for i in layers]
+        kind = name.removeprefix(LAYER).partition(".")[0]
+        if self.config.attention_every is None or kind not in KINDS:
+            return list(layers)
+        every = int(self.config.attention_every.partition(":")[0])
+        return [i for i in layers if ((i + 1) % every == 0) == (kind == "some")]
 
-    def part(self, name: str) -> int | None:
-        """Which third of their matrix ours is; None: all of it."""
-        module = name.rpartition(".")[0].removeprefix("stack.blocks.")
-        return JOINED.index(module) if self.family.transposed and module in JOINED else None
+    def view(self, name: str, theirs: np.ndarray) -> np.ndarray:
+        """What our parameter is of one of their arrays."""
+        theirs = theirs.T if self._swaps(name) else theirs
+        module, _, leaf = name.removeprefix(LAYER).rpartition(".")
+        if module in self.family.joined:
+            before = self.family.joined[: self.family.joined.index(module)]
+            start = sum(self._rows(other, leaf) for other in before)
+            return theirs[start : start + self._rows(module, leaf)]
+        if module in self.family.by_head:
+            heads = (self.config.n_heads, len(self.family.by_head), -1, *theirs.shape[1:])
+            return theirs.reshape(heads)[:, self.family.by_head.index(module)]
+        return theirs[:, 0, -1 - int(leaf)] if leaf.isdigit() else theirs  # of a convolution
 
-    def swaps(self, name: str) -> bool:
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of each of their arrays that have our parameter."""
+        shape = self._shapes[name]
+        shape = shape[1:] if name.startswith(LAYER) else shape
+        module, _, leaf = name.removeprefix(LAYER).rpartition(".")
+        for group in (self.family.joined, self.family.by_head):
+            if module in group:
+                shape = (sum(self._rows(other, leaf) for other in group), *shape[1:])
+        if leaf.isdigit():
+            size = sum(other.startswith(f"{LAYER}{module}.") for other in self._shapes)
+            return (*shape, 1, size)
+        return shape[::-1] if self._swaps(name) else shape
+
+    def gain_offset(self, name: str) -> np.float32:
+        """The number that they add to a parameter before they compute with it."""
+        module, _, leaf = name.removeprefix(LAYER).rpartition(".")
+        is_gain = self._is_norm(name) and leaf == "weight" and module not in self.family.plain
+        return np.float32(self.family.gain_offset if is_gain else 0.0)
+
+    def _rows(self, module: str, leaf: str) -> int:
+        return self._shapes[f"{LAYER}{module}.{leaf}"][1]
+
+    def _swaps(self, name: str) -> bool:
         """Whether their matrix is the transpose of ours."""
-        return self.family.transposed and name.startswith("stack.") and not self.is_gain(name)
+        return self.family.transposed and name.startswith("stack.") and not self._is_norm(name)
 
-    def shape(self, name: str, ours: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of each of their parameters, from that of ours."""
-        shape = ours[1:] if name.startswith("stack.blocks.") else ours
-        if self.part(name) is not None:
-            shape = (3 * shape[0], *shape[1:])
-        return shape[::-1] if self.swaps(name) else shape
-
-    def is_gain(self, name: str) -> bool:
+    def _is_norm(self, name: str) -> bool:
         return "norm" in name.rpartition(".")[0].rpartition(".")[2]
 
 
@@ -698,18 +901,12 @@ def import_arrays(names: Names, wanted: Mapping[str, Any], get: Any) -> dict[str
     theirs, which must have that shape."""
     weights = {}
     for name, leaf in wanted.items():
-        layers = []
+        layers, offset = [], names.gain_offset(name)
+        shape = leaf.shape[1:] if name.startswith(LAYER) else leaf.shape
         for theirs in names.of(name):
-            array = np.asarray(get(theirs, names.shape(name, leaf.shape)), np.float32)
-            if names.swaps(name):
-                array = array.T
-            part = names.part(name)
-            if part is not None:
-                array = np.split(array, 3)[part]
-            if names.is_gain(name) and name.endswith(".weight"):
-                array = array + np.float32(names.family.gain_offset)
-            layers.append(array)
-        weights[name] = np.stack(layers) if name.startswith("stack.blocks.") else layers[0]
+            array = np.asarray(get(theirs, names.shape(name)), np.float32)
+            layers.append(names.view(name, array).reshape(shape) + offset)
+        weights[name] = np.stack(layers) if name.startswith(LAYER) else layers[0]
     return weights
 
 
@@ -717,34 +914,35 @@ def export_arrays(
     names: Names, ours: Mapping[str, np.ndarray], vocab_size: int
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Their parameters, by their names, from ours."""
-    joined: dict[str, list[np.ndarray]] = {}
+    parts = collections.Counter(their for name in ours for their in names.of(name))
+    begun: dict[str, np.ndarray] = {}
     for name, value in ours.items():
-        theirs = names.of(name)
-        for i, their in enumerate(theirs):
-            array = value[i] if name.startswith("stack.blocks.") else value
-            if name in ("embedding.weight", "head.weight"):
-                array = array[:vocab_size]
-            if names.is_gain(name) and name.endswith(".weight"):
-                array = array - np.float32(names.family.gain_offset)
-            if names.part(name) is not None:
-                joined.setdefault(their, []).append(array)
-                if len(joined[their]) < 3:
-                    continue
-                array = np.concatenate(joined.pop(their))
-            yield their, np.ascontiguousarray(array.T if names.swaps(name) else array)
+        shape = names.shape(name)
+        if name in ("embedding.weight", "head.weight"):
+            value, shape = value[:vocab_size], (vocab_size, *shape[1:])
+        layers = value if name.startswith(LAYER) else [value]
+        for their, array in zip(names.of(name), layers, strict=True):
+            whole = begun.pop(their) if their in begun else np.empty(shape, value.dtype)
+            view = names.view(name, whole)
+            view[...] = (array - names.gain_offset(name)).reshape(view.shape)
+            parts[their] -= 1
+            if parts[their]:
+                begun[their] = whole
+            else:
+                yield their, whole
     yield from _implied(names, ours)
 
 
 def _implied(names: Names, ours: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
     """Parameters that theirs has, and ours does without."""
     config, prefix, kind = names.config, names.family.layers, names.family.model_type
+    hybrid = "" if config.attention_every is None else "some."
+    for which in ("query", "key") if kind in ("qwen3", "gemma3_text", "qwen3_5_text") else ():
+        gain = np.full(config.d_head, 1 - names.family.gain_offset, np.float32)
+        name = f"{LAYER}{hybrid}attention.heads.{which}_norm.weight"
+        for i in names.layers(name) if name not in ours else ():
+            yield f"{prefix}.{i}.self_attn.{which[0]}_norm.weight", gain
     for i in range(config.n_layers):
-        if kind in ("qwen3", "gemma3_text"):
-            gain = np.full(config.d_head, 1 - names.family.gain_offset, np.float32)
-            for which in ("query", "key"):
-                name = f"stack.blocks.attention.heads.{which}_norm.weight"
-                if name not in ours:
-                    yield f"{prefix}.{i}.self_attn.{which[0]}_norm.weight", gain
         if kind == "qwen3" and split_options(config.mlp)[0] == "relu2":
             yield f"{prefix}.{i}.mlp.gate_proj.weight", ours["stack.blocks.mlp.up.weight"][i]
         if kind == "gpt2" and not config.bias:

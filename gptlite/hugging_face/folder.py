@@ -11,10 +11,12 @@ import safetensors.numpy
 from gptlite.config import Config, DataConfig, ModelConfig
 from gptlite.errors import UserError, require, told
 from gptlite.hugging_face.architectures import (
+    Family,
     Names,
     export_arrays,
     from_hf_config,
     import_arrays,
+    text_fields,
     to_hf_config,
     vocab_size_of,
 )
@@ -43,16 +45,17 @@ def load_hf(name: str) -> Run:
     **Raises:** `UserError` if it cannot be read or fetched, or has what gptlite does not have.
     """
     folder = find_folder(name)
-    fields = read_fields(folder / "config.json")
+    fields = _config(folder)
     model, vocab_size = from_hf_config(fields), vocab_size_of(fields)
     tokenizer = load_hf_tokenizer(folder)
     abstract = abstract_model(model, tokenizer)
     require_room(str(folder), abstract)
-    names = Names(model, fields["model_type"])
+    wanted = named_leaves(abstract)
+    names = Names(model, fields["model_type"], wanted)
     if folder != Path(os.path.expanduser(name)):
         fetch(name, _weight_files(folder), folder.name)
-    files = _Tensors(folder, names.family.layers.partition(".")[0])
-    arrays = import_arrays(names, named_leaves(abstract), files.get)
+    files = _Tensors(folder, names.family)
+    arrays = import_arrays(names, wanted, files.get)
     files.end(dict(export_arrays(names, arrays, vocab_size)))
     config = Config(model=model, data=DataConfig(tokenizer=f"hf:{name}"))
     return Run(folder, config, tokenizer, fill(abstract, arrays, f"The weights of {name}"))
@@ -67,10 +70,11 @@ def export_run(run: Run, folder: Path | str) -> None:
     """
     folder, vocab_size = Path(folder), run.model.vocab_size
     fields = to_hf_config(run.config.model, vocab_size)
-    names = Names(run.config.model, fields["model_type"])
+    ours = named_arrays(run.model)
+    names = Names(run.config.model, fields["model_type"], ours)
     tokenizer = to_hf_tokenizer(run.tokenizer)
     ends = [run.tokenizer.decode(as_ids([i])) for i in run.tokenizer.end_ids]
-    arrays = dict(export_arrays(names, named_arrays(run.model), vocab_size))
+    arrays = dict(export_arrays(names, ours, vocab_size))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         require(not any(folder.iterdir()), f"{folder} is not empty: give a new folder.")
@@ -101,7 +105,7 @@ def load_hf_tokenizer(folder: Path) -> Tokenizer:
 
     **Raises:** `UserError` as `load_hf` does.
     """
-    fields = read_fields(folder / "config.json")
+    fields = _config(folder)
     vocab_size = vocab_size_of(fields)
     return read_hf_tokenizer(folder, vocab_size, _end_ids(folder, fields, vocab_size))
 
@@ -111,7 +115,11 @@ def load_hf_config(folder: Path) -> ModelConfig:
 
     **Raises:** `UserError` as `load_hf` does.
     """
-    return from_hf_config(read_fields(folder / "config.json"))
+    return from_hf_config(_config(folder))
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    return dict(text_fields(read_fields(folder / "config.json")))
 
 
 def _end_ids(folder: Path, fields: dict[str, Any], vocab_size: int) -> list[int]:
@@ -147,9 +155,10 @@ def _weight_files(folder: Path) -> list[str]:
 class _Tensors:
     """The tensors in the files of a model."""
 
-    def __init__(self, folder: Path, prefix: str):
-        """`prefix`: of the names, where a file has the head too."""
-        self._folder, self._prefix = folder, prefix
+    def __init__(self, folder: Path, family: Family):
+        self._folder, self._passed = folder, family.passed
+        # Of the names, where a file has the head too.
+        self._prefix = family.layers.partition(".")[0]
         try:
             self._files: dict[str, Any] = {}
             for name in _weight_files(folder):
@@ -170,10 +179,12 @@ class _Tensors:
 
     def get(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """A tensor, which must have that shape. A model without a head's name in front is found,
-        too."""
+        too, and a language model among others."""
         bare = name.removeprefix(f"{self._prefix}.")
-        stored = name if name in self._files else bare
-        require(stored in self._files, f"The weights in {self._folder} lack {name}.")
+        names = (name, bare, f"{self._prefix}.language_model.{bare}")
+        stored = next((x for x in names if x in self._files), None)
+        if stored is None:
+            raise UserError(f"The weights in {self._folder} lack {name}.")
         self._left.discard(stored)
         where = f"{stored} in {self._folder}"
         with told(f"{where} cannot be read"):
@@ -194,7 +205,7 @@ class _Tensors:
         """**Raises:** `UserError` if a tensor is left that the model has no place for, and that is
         not what the model without it computes with."""
         for name in sorted(self._left):
-            if name.endswith(BUFFERS):
+            if name.endswith(BUFFERS) or name.startswith(self._passed):
                 continue
             full = name if name in known else f"{self._prefix}.{name}"
             # A tied head may be stored, too.

@@ -8,7 +8,8 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
 
 from gptlite.errors import UserError, require
 from gptlite.machine.fields import Between, Rule, annotations, check_fields, check_value
@@ -125,6 +126,8 @@ def _parse(name: str, text: str, kind: Any) -> Any:
     """
     # With `from __future__ import annotations`, an annotation is its text.
     kind = {"bool": bool, "int": int, "float": float, "str": str}.get(kind, kind)
+    if get_origin(kind) in (Union, UnionType):  # of one of these, and None
+        kind = next(k for k in get_args(kind) if k is not NoneType)
     plain = get_args(kind)[0] if hasattr(kind, "__metadata__") else kind
     require(
         plain in (bool, int, float, str),

@@ -22,11 +22,13 @@ from gptlite.nn.attention import Attention, AttentionOptions, Heads, SlidingOpti
 from gptlite.nn.block import Block, PostNorm, PreNorm
 from gptlite.nn.mlp import ACTIVATIONS, MLP, GatedMLP, gelu, silu
 from gptlite.nn.norms import LayerNorm, LayerNormOptions, RMSNorm, RMSNormOptions
-from gptlite.nn.positions import Learned, NoPositions, Rotary, RotaryOptions
+from gptlite.nn.positions import Learned, NoPositions, Rotary
 from gptlite.nn.variants.blocks import ParallelBlock, SandwichNorm
 from gptlite.nn.variants.distances import ALiBi, RelativeBias
 from gptlite.nn.variants.dyt import DyT
+from gptlite.nn.variants.gated_attention import GatedAttention
 from gptlite.nn.variants.moe import MoE
+from gptlite.nn.variants.rotary_options import RotaryOptions
 from gptlite.nn.variants.sinusoidal import Sinusoidal
 from gptlite.nn.variants.states import STATES
 
@@ -79,6 +81,12 @@ def _sliding_attention(config, options: SlidingOptions, *, causal=True, key):
     return dataclasses.replace(_full_attention(config, options, key=key), window=options.window)
 
 
+def _gated_attention(config, options: AttentionOptions, *, causal=True, key):
+    attention = _full_attention(config, options, causal=causal, key=key)
+    gate_key = jax.random.fold_in(key, 2)
+    return GatedAttention.of(attention, std=config.init_stds[0], key=gate_key)
+
+
 def make_positions(
     config: ModelConfig, key: PRNGKeyArray, *, added: bool, causal: bool = True
 ) -> Any:
@@ -129,6 +137,7 @@ def _mlp(kind: Any, activation: Callable) -> Callable[..., Any]:
 
 
 def _rotary(config, options: RotaryOptions, *, causal=True, key):
+    options.width(config.d_head)  # raises, if the share does not fit
     return Rotary(options)
 
 
@@ -147,7 +156,12 @@ TABLES: dict[str, dict[str, Callable[..., Any]]] = {
         "sandwich": _residual_block(SandwichNorm, 2),
         "parallel": _parallel_block,
     },
-    "attention": {"full": _full_attention, "sliding": _sliding_attention, **STATES},
+    "attention": {
+        "full": _full_attention,
+        "sliding": _sliding_attention,
+        "gated": _gated_attention,
+        **STATES,
+    },
     "mlp": {
         **{name: _mlp(MLP, activation) for name, activation in ACTIVATIONS.items()},
         "swiglu": _mlp(GatedMLP, silu),

@@ -9,7 +9,7 @@ from gptlite.nn.embedding import Embedding
 from gptlite.nn.linear import Linear
 from gptlite.nn.mlp import MLP, GatedMLP
 from gptlite.nn.norms import LayerNorm, RMSNorm
-from gptlite.nn.positions import Learned, NoPositions, Rotary, RotaryOptions
+from gptlite.nn.positions import Learned, NoPositions, Rotary
 from gptlite.nn.stack import Layers, Stack
 from gptlite.nn.variants.blocks import ParallelBlock, SandwichNorm
 from gptlite.nn.variants.distances import ALiBi, RelativeBias
@@ -17,4 +17,5 @@ from gptlite.nn.variants.dyt import DyT
 from gptlite.nn.variants.matrix_state import HeadsState, MatrixState, ShortConvolution, Tokens
 from gptlite.nn.variants.moe import MoE
 from gptlite.nn.variants.recurrence import Recurrence
+from gptlite.nn.variants.rotary_options import RotaryOptions
 from gptlite.nn.variants.sinusoidal import Sinusoidal

@@ -55,6 +55,15 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16}
+QWEN3_5 = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+}
 # model_type and fields of models that are imported.
 IMPORTED = {
     "gpt2": (
@@ -77,6 +86,14 @@ IMPORTED = {
     "qwen2": ("qwen2", SHAPE | {"tie_word_embeddings": True}),
     "mistral": ("mistral", SHAPE | {"sliding_window": 5}),
     "arcee": ("arcee", SHAPE),
+    "qwen3.5": ("qwen3_5_text", SHAPE | QWEN3_5),
+    "qwen3.5, every second layer": (
+        "qwen3_5_text",
+        SHAPE
+        | QWEN3_5
+        | {"layer_types": ["linear_attention", "full_attention"] * 2 + ["linear_attention"]}
+        | {"num_hidden_layers": 5, "linear_conv_kernel_dim": 2, "tie_word_embeddings": True},
+    ),
     "gemma3, sliding": (
         "gemma3_text",
         SHAPE | GEMMA | {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4},
@@ -130,6 +147,15 @@ EXPORTED: dict[str, tuple[str, Any]] = {
         "gpt2",
         NO_QK
         | {"norm": "layer", "positions": "learned", "mlp": "gelu", "bias": True, "tied_head": True},
+    ),
+    "qwen3.5": (
+        "qwen3_5_text",
+        {
+            "mlp": "swiglu",
+            "attention": "gated_deltanet:conv=3:heads=2",
+            "attention_every": "2:gated",
+            "positions": "rotary:share=0.5",
+        },
     ),
     "gpt2, no biases": (
         "gpt2",
@@ -233,8 +259,8 @@ def test_an_imported_model_gives_the_same_logits(name, tmp_path):
     export_run(run, tmp_path / "again")
     again = load_theirs(tmp_path / "again").state_dict()
     for key, value in theirs.state_dict().items():
-        # Gemma stores gains minus 1, which rounds.
-        rtol = 1e-6 if name.startswith("gemma") else 0
+        # Gemma and Qwen 3.5 store gains minus 1, which rounds.
+        rtol = 1e-6 if name.startswith(("gemma", "qwen3.5")) else 0
         np.testing.assert_allclose(again[key], value, rtol=rtol, atol=rtol, err_msg=key)
 
 
@@ -253,10 +279,32 @@ def test_an_exported_model_gives_the_same_logits_and_comes_back(name, tmp_path):
     found, wanted = named_arrays(back.model), named_arrays(model)
     assert found.keys() == wanted.keys()
     for key, value in wanted.items():
-        if architecture == "gemma3_text" and "norm" in key:
+        if architecture in ("gemma3_text", "qwen3_5_text") and "norm" in key:
             np.testing.assert_allclose(found[key], value, atol=1e-6)
         else:
             np.testing.assert_array_equal(found[key], value)
+
+
+@needs("torch", "transformers")
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_language_model_of_one_that_sees_pictures_is_imported(tied, tmp_path):
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    seeing = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
+    config = transformers.AutoConfig.for_model(
+        "qwen3_5",
+        text_config=SHAPE | QWEN3_5,
+        vision_config=seeing | {"out_hidden_size": 32},
+        tie_word_embeddings=tied,
+    )
+    theirs = transformers.AutoModelForImageTextToText.from_config(config).eval()
+    save(theirs, tmp_path)
+    run = load_hf(str(tmp_path))
+    assert run.config.model.tied_head == tied
+    wanted = logits_of(theirs, IDS)
+    np.testing.assert_allclose(logits(run.model, jnp.asarray(IDS)), wanted, atol=TOLERANCE)
 
 
 @needs("torch", "transformers")
@@ -399,13 +447,17 @@ def test_a_scaling_that_gptlite_lacks_is_refused_wherever_it_stands():
 
 
 @needs("transformers")
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "arcee"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "arcee", "qwen3_5_text"])
 def test_an_absent_field_means_what_it_does_in_transformers(kind):
     from transformers import AutoConfig
 
-    given = {name: SHAPE[name] for name in ("vocab_size", "num_hidden_layers")}
-    given |= {"hidden_size": 256, "num_attention_heads": 64, "intermediate_size": 8}
-    given |= {"max_position_embeddings": 9}
+    given = {
+        "vocab_size": VOCAB,
+        "hidden_size": 256,
+        "num_attention_heads": 64,
+        "intermediate_size": 8,
+    }
+    given |= {"max_position_embeddings": 9, "num_hidden_layers": 4}
     ours = from_hf_config({"model_type": kind, **given})
     theirs: Any = AutoConfig.for_model(kind, **given)
     # (Without `num_key_value_heads`, a llama has as many as there are heads.)
@@ -500,6 +552,7 @@ CHOICES = {
     "positions": ["rotary", "learned", "alibi", "none", "rotary:theta=100"],
     "embed_previous": [0, 2],
     "n_kv_heads": [None, 1],
+    "attention_every": [None, None, "2:full", "3:gated:qk_gain=true"],
     "head_size": [None, 6],
     "logit_cap": [None, 15.0],
     **{name: [True, False] for name in ("scale_embedding", "qk_norm", "bias", "tied_head")},

@@ -138,6 +138,7 @@ def test_the_other_attentions_options_are_checked():
         make(config, VOCAB, key=jax.random.key(0))
 
 
-def test_a_hybrid_cannot_be_exported():
-    with pytest.raises(UserError, match=r"2:full in every Nth layer \(without --model"):
+def test_a_hybrid_that_no_architecture_has_cannot_be_exported():
+    words = r"attention linear with another one \(--model.attention gated_deltanet\)"
+    with pytest.raises(UserError, match=words):
         to_hf_config(ModelConfig(**HYBRID), VOCAB)

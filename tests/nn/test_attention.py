@@ -488,7 +488,7 @@ def test_heads_that_do_not_divide_the_width_are_refused():
 
 def test_an_odd_head_cannot_rotate():
     module = Attention(heads(6, 2), Rotary())
-    with pytest.raises(ValueError, match="must be even, got 3"):
+    with pytest.raises(ValueError, match="an even number of channels, got 3"):
         module(jnp.zeros((2, 6)))
 
 

@@ -1,14 +1,19 @@
 """Linear, norms, positions, MLPs, stack: each against its formula or a second implementation."""
 
+import dataclasses
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import TINY
 from hypothesis import given, strategies as st
 from jax.scipy.special import erf
 
+from gptlite.errors import UserError
 from gptlite.machine.pytrees import cast
+from gptlite.models.build import make_part
 from gptlite.nn import (
     MLP,
     Attention,
@@ -186,6 +191,17 @@ def test_rotary_keeps_lengths_and_leaves_position_0():
     out = np.asarray(call(Rotary(), X))
     np.testing.assert_allclose(np.linalg.norm(out, axis=-1), np.linalg.norm(X, axis=-1), rtol=1e-5)
     np.testing.assert_array_equal(out[:, 0], X[:, 0])
+
+
+def test_rotary_turns_a_share_of_the_channels():
+    """As if the others were not there."""
+    wanted = call(Rotary(), X[..., :4])
+    got = call(Rotary(RotaryOptions(share=4.1 / X.shape[-1])), X)
+    np.testing.assert_allclose(got[..., :4], wanted, rtol=1e-6)
+    np.testing.assert_array_equal(got[..., 4:], X[..., 4:])
+    config = dataclasses.replace(TINY, positions="rotary:share=0.2")  # of 8
+    with pytest.raises(UserError, match=r"0\.2, of the width of a head, 8, .* channels, got 1\."):
+        make_part("positions", config, jax.random.key(0))
 
 
 def test_rotary_turns_pairs_by_theta_and_llama_3s_scaling():

@@ -22,6 +22,7 @@ from gptlite.nn import (
     RotaryOptions,
 )
 from gptlite.nn.mlp import ACTIVATIONS
+from gptlite.nn.variants.gated_attention import GatedAttention
 from gptlite.research.check_block import check_block
 from gptlite.research.laws import LAWS
 
@@ -41,6 +42,9 @@ ATTENTION = {
     ),
     "relative-sliding": lambda: Attention(
         heads(), score_bias=RelativeBias(4, buckets=4, max_distance=6, key=KEY), window=3
+    ),
+    "gated, some channels turn": lambda: GatedAttention.of(
+        Attention(heads(), Rotary(RotaryOptions(share=0.5))), std=0.3, key=KEY
     ),
 }
 STD = {"std": 0.3, "down_std": 0.0, "key": KEY}

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from gptlite.machine.fields import Count
 from gptlite.nn.context import Context
 from gptlite.nn.dtypes import widen
 from gptlite.nn.kernels.layout import split_columns
@@ -32,9 +33,12 @@ class Delta(HeadsState):
     strength: Linear
     norm: RMSNorm
 
-    def __init__(self, config: Any, *, conv: ConvolutionSize = 4, key: PRNGKeyArray):
+    def __init__(
+        self, config: Any, *, conv: ConvolutionSize = 4, key: PRNGKeyArray, **sizes: int | None
+    ):
+        """`sizes`: see `HeadsState`."""
         super_key, strength_key = jax.random.split(key)
-        super().__init__(config, conv=conv, key=super_key)
+        super().__init__(config, conv=conv, key=super_key, **sizes)
         std = config.init_stds[0]
         self.strength = Linear(config.d_model, self.n_heads, std=std, key=strength_key)
         self.norm = RMSNorm(self.d_value)
@@ -62,8 +66,8 @@ class Delta(HeadsState):
         context: Context,
     ) -> Tokens:
         """See the class."""
-        parts: Any = split_columns(silu(u), (u.shape[-1] // 3,) * 3)
-        q, k, v = (split_heads(part, self.n_heads) for part in parts)
+        parts: Any = split_columns(silu(u), self.widths)
+        q, k, v = self.heads_of(parts)
         q, k = unit(q) * self.d_key**-0.5, unit(k)
         strength = jax.nn.sigmoid(widen(split_heads(self.strength(x), self.n_heads)))
         log_decay = self.log_decay(x)
@@ -107,9 +111,29 @@ class GatedDeltaNet(Delta):
     decay_bias: Float[Array, " heads"]
     gate: Linear
 
-    def __init__(self, config: Any, *, conv: ConvolutionSize = 4, key: PRNGKeyArray):
+    def __init__(
+        self,
+        config: Any,
+        *,
+        heads: Count | None = None,
+        key_heads: Count | None = None,
+        key_size: Count | None = None,
+        value_size: Count | None = None,
+        conv: ConvolutionSize = 4,
+        key: PRNGKeyArray,
+    ):
+        """`heads`: how many states there are, of `key_size` rows and `value_size` columns, by
+        default as the heads of `config`. `key_heads`: of queries and keys, by default as many."""
         super_key, decay_key, gate_key, rate_key = jax.random.split(key, 4)
-        super().__init__(config, conv=conv, key=super_key)
+        super().__init__(
+            config,
+            n_heads=heads,
+            n_key_heads=key_heads,
+            d_key=key_size,
+            d_value=value_size,
+            conv=conv,
+            key=super_key,
+        )
         d, std = self.n_heads * self.d_value, config.init_stds[0]
         self.decay = Linear(config.d_model, self.n_heads, std=std, key=decay_key)
         self.log_rate, self.decay_bias = init_decays((self.n_heads,), (self.n_heads,), rate_key)

@@ -2,7 +2,7 @@
 
 import abc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import equinox as eqx
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from gptlite.errors import require
 from gptlite.machine.fields import Between
 from gptlite.nn.cache import read_at
 from gptlite.nn.context import WHOLE_SEQUENCE, Context
@@ -168,30 +169,69 @@ class MatrixState(eqx.Module):
 
 
 class HeadsState(MatrixState):
-    """A `MatrixState` whose queries, keys and values are `n_heads` of `d_head` channels each, as
-    `config` says. A subclass adds what it has beside these, and may replace `conv`."""
+    """A `MatrixState` with the matrices of queries, keys, values and the output. A subclass adds
+    what it has beside these, and may replace `conv`. Fewer `n_key_heads` than `n_heads` are shared
+    by neighbours."""
 
+    n_key_heads: int = eqx.field(static=True)
     query: Linear
     key: Linear
     value: Linear
     output: Linear
 
-    def __init__(self, config: Any, *, conv: int | None = None, key: PRNGKeyArray):
-        """`conv`: how many tokens queries, keys and values see, if `before` joins them."""
-        d_model, d = config.d_model, config.n_heads * config.d_head
+    def __init__(
+        self,
+        config: Any,
+        *,
+        n_heads: int | None = None,
+        n_key_heads: int | None = None,
+        d_key: int | None = None,
+        d_value: int | None = None,
+        conv: int | None = None,
+        key: PRNGKeyArray,
+    ):
+        """`n_heads` and the widths `d_key` and `d_value` of a head are those of `config` by
+        default. `conv`: how many tokens queries, keys and values see, if `before` joins them.
+
+        **Raises:** `UserError` if `n_key_heads` does not divide `n_heads`.
+        """
+        self.n_heads = n_heads or config.n_heads
+        self.n_key_heads = n_key_heads or self.n_heads
+        self.d_key, self.d_value = d_key or config.d_head, d_value or config.d_head
+        require(
+            self.n_heads % self.n_key_heads == 0,
+            f"The heads of a state must be a multiple of those of its keys, got {self.n_heads} and "
+            f"{self.n_key_heads}.",
+        )
         std, output_std = config.init_stds
         conv_key, output_key, *keys = jax.random.split(key, 5)
-        self.n_heads, self.d_key, self.d_value = config.n_heads, config.d_head, config.d_head
-        self.conv = None if conv is None else ShortConvolution(3 * d, conv, key=conv_key)
-        self.query, self.key, self.value = (Linear(d_model, d, std=std, key=k) for k in keys)
-        self.output = Linear(d, d_model, std=output_std, key=output_key)
+        widths = self.widths
+        self.conv = None if conv is None else ShortConvolution(sum(widths), conv, key=conv_key)
+        self.query, self.key, self.value = (
+            Linear(config.d_model, d, std=std, key=k) for d, k in zip(widths, keys, strict=True)
+        )
+        self.output = Linear(widths[2], config.d_model, std=output_std, key=output_key)
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """The channels of queries, keys and values, of all heads."""
+        keys = self.n_key_heads * self.d_key
+        return keys, keys, self.n_heads * self.d_value
 
     def split_qkv(
         self, x: Float[Array, "*batch seq d_model"]
     ) -> tuple[Float[Array, "*batch heads seq d_head"], ...]:
         """Queries, keys and values of each head."""
-        layers = self.query, self.key, self.value
-        return tuple(split_heads(layer(x), self.n_heads) for layer in layers)
+        return self.heads_of([layer(x) for layer in (self.query, self.key, self.value)])
+
+    def heads_of(
+        self, qkv: Sequence[Float[Array, "*batch seq _"]]
+    ) -> tuple[Float[Array, "*batch heads seq d_head"], ...]:
+        """The same, of what the matrices give."""
+        q, k = (split_heads(part, self.n_key_heads) for part in qkv[:2])
+        if self.n_key_heads < self.n_heads:
+            q, k = (jnp.repeat(x, self.n_heads // self.n_key_heads, axis=-3) for x in (q, k))
+        return q, k, split_heads(qkv[2], self.n_heads)
 
     def join(
         self, y: Float[Array, "*batch heads seq d_head"], dtype: DTypeLike

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from gptlite.nn.context import Start
-from gptlite.nn.positions import angles, frequencies
+from gptlite.nn.positions import angles
+from gptlite.nn.variants.rotary_options import frequencies
 
 
 class Sinusoidal(eqx.Module):
