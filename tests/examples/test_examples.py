@@ -13,7 +13,7 @@ from gptlite.custom import load_class
 from gptlite.generation.generate import generate
 from gptlite.research.check_block import check_block
 
-RECURRENT = f"{ROOT / 'examples' / 'gated_linear_attention.py'}:GatedLinearAttention"
+RECURRENT = f"{ROOT / 'examples' / 'min_gru.py'}:MinGRU"
 
 
 def test_a_recurrent_state_passes_checks_and_serves_prompts_of_different_lengths():
@@ -34,7 +34,7 @@ def test_a_recurrent_state_trains_samples_and_resumes(tmp_path):
     custom = ["--custom", RECURRENT.partition(":")[0]]
     shape = ["--model.n-layers", "1", "--model.d-model", "16", "--model.context-length", "16"]
     shape += ["--optimizer.name", "adamw"]
-    data = ["--run", "gla", "--data.corpus", str(tmp_path / "text.txt"), *shape]
+    data = ["--run", "recurrent", "--data.corpus", str(tmp_path / "text.txt"), *shape]
 
     def script(name, *words):
         done = run_script(name, *words, *custom, folder=tmp_path)
@@ -42,7 +42,7 @@ def test_a_recurrent_state_trains_samples_and_resumes(tmp_path):
         return done.out
 
     script("train.py", *data, "--training.steps", "4", "--model.attention", RECURRENT)
-    again = ["--resume", "gla", "--data.corpus", str(tmp_path / "text.txt")]
+    again = ["--resume", "recurrent", "--data.corpus", str(tmp_path / "text.txt")]
     script("train.py", *again, "--training.steps", "8")
     assert len(script("sample.py", "--prompt", "The", "--max-new-tokens", "40")) == 41
 
