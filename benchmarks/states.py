@@ -165,10 +165,10 @@ def ours(rule: str, seq: int, form: str) -> Round:
 
     def loss(arrays: dict[str, Any]) -> Any:
         arrays = dict(arrays)
-        strength = arrays.pop("strength", None)
+        strength = arrays.get("strength")
         if strength is not None:
             arrays["read"] = jnp.exp(arrays["log_decay"]) * arrays["key"]
-            arrays["write"], arrays["value"] = -strength, strength * arrays["value"]
+            arrays["strength"], arrays["value"] = -strength, strength * arrays["value"]
         y, state = run(Tokens(**arrays), jnp.zeros((2, 64, 64)))
         return jnp.sum(jnp.sin(y)) + jnp.sum(jnp.sin(state))
 

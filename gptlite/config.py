@@ -99,8 +99,9 @@ class ModelConfig:
     it reads), or the last 64 including itself (sliding, with the option window). Options of these:
     qkv_bias=true and output_bias=true add biases to these matrices alone; qk_gain=true adds trained
     gains to qk_norm, and qk_eps=1e-6 is its epsilon. Or a state in place of keys and values
-    (docs/blocks.md): linear, retention, gla; deltanet, gated_deltanet, kda, mamba2 (conv=4; mamba2:
-    state=64, expand=2; gated_deltanet: heads, key_heads, key_size, value_size); rwkv7 (rank=32)."""
+    (docs/blocks.md): linear, retention, gla, deltanet, gated_deltanet, kda, mamba2 or rwkv7. Their
+    options: conv=4 (the delta rules and mamba2), state=64 and expand=2 (mamba2), rank=32 (rwkv7),
+    heads, key_heads, key_size and value_size (gated_deltanet)."""
 
     attention_every: Annotated[str | None, EveryNth(ATTENTIONS)] = None
     """Another attention in every Nth layer: with 4:full, in layers 4, 8, 12 and so on. Its own
@@ -190,8 +191,9 @@ class ModelConfig:
         )
         check_every(self.attention_every, self.n_layers)
         positions, _ = split_options(self.positions)
+        rotates = split_options(self.attention)[0] not in STATES or self.attention_every is not None
         require(
-            positions != "rotary" or self.d_head % 2 == 0,
+            positions != "rotary" or self.d_head % 2 == 0 or not rotates,
             "Rotary positions rotate pairs of channels, so the width of a head (model.head_size, "
             f"or else d_model / n_heads) must be even, got {self.d_head}.",
         )

@@ -124,7 +124,7 @@ _SANDWICH = {
     "mlp_residual.norm_out": "post_feedforward_layernorm",
 }
 # The kinds of layers in a hybrid.
-KINDS = ("most", "some")
+KINDS = ("base", "nth")
 _LLAMA = _ATTENTION | _MLP | _PRE
 FAMILIES = {
     family.model_type: family
@@ -165,10 +165,10 @@ FAMILIES = {
             *("qwen3_5_text", "Qwen3_5ForCausalLM", _TOP),
             {
                 **{f"{kind}.{ours}": x for kind in KINDS for ours, x in (_MLP | _PRE).items()},
-                **{f"some.{ours}": theirs for ours, theirs in _ATTENTION.items()},
-                "some.attention.gate": "self_attn.q_proj",
+                **{f"nth.{ours}": theirs for ours, theirs in _ATTENTION.items()},
+                "nth.attention.gate": "self_attn.q_proj",
                 **{
-                    f"most.attention.{ours}": f"linear_attn.{theirs}"
+                    f"base.attention.{ours}": f"linear_attn.{theirs}"
                     for ours, theirs in (
                         *((x, "in_proj_qkv") for x in ("query", "key", "value")),
                         *(("gate", "in_proj_z"), ("strength", "in_proj_b"), ("decay", "in_proj_a")),
@@ -177,16 +177,16 @@ FAMILIES = {
                 },
             },
             gain_offset=1.0,
-            plain=("most.attention.norm",),
-            joined=tuple(f"most.attention.{x}" for x in ("query", "key", "value")),
-            by_head=("some.attention.heads.query", "some.attention.gate"),
+            plain=("base.attention.norm",),
+            joined=tuple(f"base.attention.{x}" for x in ("query", "key", "value")),
+            by_head=("nth.attention.heads.query", "nth.attention.gate"),
             # What sees pictures, and what predicts more tokens than the next.
             passed=("model.visual.", "mtp."),
             arrays={
-                "most.attention.log_rate": "linear_attn.A_log",
-                "most.attention.decay_bias": "linear_attn.dt_bias",
+                "base.attention.log_rate": "linear_attn.A_log",
+                "base.attention.decay_bias": "linear_attn.dt_bias",
                 **{
-                    f"most.attention.conv.weights.{i}": "linear_attn.conv1d.weight"
+                    f"base.attention.conv.weights.{i}": "linear_attn.conv1d.weight"
                     for i in range(64)
                 },
             },
@@ -765,7 +765,7 @@ class _Import:
             return None
         require(
             types == ["sliding_attention"] * n_layers,
-            "The model's layer_types differ: gptlite has the same attention in all layers.",
+            "The model's layer_types differ: gptlite reads two kinds from qwen3_5_text only.",
         )
         return window
 
@@ -851,7 +851,7 @@ class Names:
         if self.config.attention_every is None or kind not in KINDS:
             return list(layers)
         every = int(self.config.attention_every.partition(":")[0])
-        return [i for i in layers if ((i + 1) % every == 0) == (kind == "some")]
+        return [i for i in layers if ((i + 1) % every == 0) == (kind == "nth")]
 
     def view(self, name: str, theirs: np.ndarray) -> np.ndarray:
         """What our parameter is of one of their arrays."""
@@ -936,7 +936,7 @@ def export_arrays(
 def _implied(names: Names, ours: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
     """Parameters that theirs has, and ours does without."""
     config, prefix, kind = names.config, names.family.layers, names.family.model_type
-    hybrid = "" if config.attention_every is None else "some."
+    hybrid = "" if config.attention_every is None else "nth."
     for which in ("query", "key") if kind in ("qwen3", "gemma3_text", "qwen3_5_text") else ():
         gain = np.full(config.d_head, 1 - names.family.gain_offset, np.float32)
         name = f"{LAYER}{hybrid}attention.heads.{which}_norm.weight"

@@ -67,7 +67,7 @@ class EveryNth(Rule):
             re.fullmatch(r"[2-9]|[1-9]\d{1,2}", number) is not None
             and split_options(block)[0] in self.names,
             f"{name} must be a number from 2 to 999, and one of {', '.join(self.names)}, as in "
-            f"4:full, got {value!r}.",
+            f"4:full, got {value!r}. (Only model.attention takes a custom block.)",
         )
 
 

@@ -343,7 +343,7 @@ def _move_parameters(block: Any, random: np.random.Generator, zero_grad: Sequenc
         value = np.asarray(leaf)
         size = float(np.sqrt(np.mean(np.abs(value) ** 2))) if value.size else 0.0
         axes = value.ndim - int(stacked)
-        usual = value.shape[-1] ** -0.5 if axes > 1 else 0.1
+        usual = max(1, value.shape[-1]) ** -0.5 if axes > 1 else 0.1
         scale = 0.1 * size if size > 0.1 * usual else usual
         value = value + scale * random.normal(size=value.shape)
         if axes <= 1:

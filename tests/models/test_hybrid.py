@@ -95,8 +95,8 @@ def test_most_layers_may_have_a_custom_attention_which_gets_the_number_of_its_la
 def test_parts_of_a_hybrid_are_named_and_counted():
     model = tiny_model(n_layers=5, **HYBRID)
     table = summary(model)
-    assert "stack.blocks.most.attention.query (x 3)" in table
-    assert "stack.blocks.some.attention.heads.query (x 2)" in table
+    assert "stack.blocks.base.attention.query (x 3)" in table
+    assert "stack.blocks.nth.attention.heads.query (x 2)" in table
     assert isinstance(unstacked(model).stack.blocks[4].attention, LinearAttention)
     # Layers with a state have no weights.
     maps = attention_maps(model, IDS)
@@ -109,7 +109,7 @@ def test_muon_is_for_the_matrices_of_both_kinds():
     step = functools.partial(jax.jit(optimizer.update), state=optimizer.init(params))
     updates, _ = step(params, params=params)
     blocks = updates.stack.blocks
-    for update in (blocks.most.attention.query.weight, blocks.some.mlp.up.weight):
+    for update in (blocks.base.attention.query.weight, blocks.nth.mlp.up.weight):
         sizes = jnp.linalg.svd(update / jnp.linalg.norm(update, ord=2, axis=(-2, -1))[0])[1]
         # Newton-Schulz brings them to between 0.7 and 1.2: those of the parameters are not.
         assert float(sizes.min()) > 0.4
@@ -134,7 +134,7 @@ def test_what_is_no_number_and_attention_is_refused(value, words):
 
 def test_the_other_attentions_options_are_checked():
     config = dataclasses.replace(TINY, n_layers=2, attention_every="2:sliding:window=0")
-    with pytest.raises(UserError, match=r"window in model\.attention sliding must be at least 1"):
+    with pytest.raises(UserError, match=r"window in model\.attention_every sliding must be at"):
         make(config, VOCAB, key=jax.random.key(0))
 
 

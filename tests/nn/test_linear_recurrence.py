@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gptlite.errors import UserError
 from gptlite.nn.kernels.linear_recurrence import (
     Tokens,
     linear_recurrence,
@@ -51,7 +52,7 @@ def make(seq, rows, write=0, documents=False, gates=1.0, decays=None, batch=(2,)
         random.normal(size=(*batch, HEADS, seq, D_VALUE)),
         log_decay,
         read,
-        {0: None, 1: -strength, D_KEY: vector}[write],
+        *{0: (None, None), 1: (None, -strength), D_KEY: (vector, None)}[write],
         begins,
     ]
     return Tokens(*arrays), random.normal(size=(*batch, HEADS, D_KEY, D_VALUE))
@@ -117,6 +118,57 @@ def test_the_reference_is_its_formula():
                 s = s + np.outer(k[t], v[t])
                 np.testing.assert_allclose(y[(*row, t)], s.T @ q[t], rtol=1e-12, atol=1e-14)
             np.testing.assert_allclose(last[row], s, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("rows", [1, D_KEY])
+def test_a_decay_of_0_forgets(rows):
+    tokens, state = cast(make(70, rows, 1), "float32")
+    sudden = jnp.where(tokens.log_decay < -1, -jnp.inf, tokens.log_decay)
+    tokens = tokens._replace(log_decay=sudden, read=jnp.exp(sudden) * tokens.key)
+    y, last = linear_recurrence(tokens, state)
+    wanted = token_by_token(tokens, state)
+    assert max(error(*pair) for pair in zip((y, last), wanted, strict=True)) < 1e-5
+
+
+def test_a_vector_with_one_channel_is_no_number():
+    tokens, state = cast(make(30, 1, D_KEY), "float32")
+    narrow = jax.tree.map(lambda a: a[..., :1], tokens)._replace(value=tokens.value)
+    one = narrow._replace(write=None, strength=narrow.write / narrow.key)
+    for given in (narrow, one):
+        y, _ = linear_recurrence(given, state[..., :1, :])
+        assert error(y, token_by_token(narrow, state[..., :1, :])[0]) < 1e-5
+    s, q, k, v, read, write = (
+        state[0, 0, 0],
+        *(a[0, 0] for a in (narrow.query, narrow.key, narrow.value, narrow.read, narrow.write)),
+    )
+    for t in range(30):
+        s = np.exp(narrow.log_decay[0, 0, t]) * s + write[t] * read[t] * s + k[t] * v[t]
+        np.testing.assert_allclose(y[0, 0, t], s * q[t], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            {"log_decay": jnp.zeros((2, HEADS, 9))},
+            "log_decay must have 4 axes, .* seq, 9, and 1 or",
+        ),
+        (
+            {"log_decay": jnp.zeros((2, HEADS, 9, 3))},
+            r"log_decay must .*, and 1 or 8, got .* 9, 3\]",
+        ),
+        ({"key": jnp.zeros((2, HEADS, 1, D_KEY))}, "key must have 4 axes"),
+        ({"value": jnp.zeros((2, HEADS, 9, 2))}, "value must .*, and 6, got"),
+        ({"strength": None}, "read needs either write or strength"),
+        ({"read": None}, "read needs either"),
+        ({"write": jnp.zeros((2, HEADS, 9, D_KEY))}, "read needs either"),
+        ({"query": jnp.zeros((2, HEADS, 9, 3))}, "query must be as wide as d_key, 8, got 3"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_named(change, words):
+    tokens, state = cast(make(9, 1, 1), "float32")
+    with pytest.raises(UserError, match=words):
+        linear_recurrence(tokens._replace(**change), state)
 
 
 @pytest.mark.parametrize("kind", ["gated", "delta, documents"])

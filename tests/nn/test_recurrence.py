@@ -108,9 +108,33 @@ class AnotherState(Counts):
         return {**state, "sum": x}, x
 
 
+class WholeNumber(Counts):
+    def step(self, state, x):
+        return {**state, "tokens": state["tokens"] + 0.5}, x
+
+
+class Narrow(Counts):
+    def step(self, state, x):
+        return {**state, "sum": state["sum"].astype(jnp.bfloat16)}, x
+
+
+class Short(Counts):
+    def step(self, state, x):
+        return state, x[1:]
+
+
+class NoTokens(Counts):
+    def before(self, x):
+        return x, 3.0
+
+
 @pytest.mark.parametrize(
     ("block", "words"),
     [
+        (WholeNumber, "must return a state in int32, as init_state does, got float32"),
+        (Narrow, "Narrow.step must return a state in float32, as init_state does, got bfloat16"),
+        (Short, rf"Short.step must return an output \[d_model\], \[{D}\], got \[{D - 1}\]"),
+        (NoTokens, r"NoTokens.before must return arrays .* got one of \[\]"),
         (NoState, r"NoState.step must return \(state, y\)"),
         (
             AnotherState,

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from conftest import needs
 
+from gptlite.errors import UserError
 from gptlite.nn import Context
 from gptlite.nn.variants.states import STATES
 from gptlite.research.check_block import SMALL, check_block
@@ -197,6 +198,18 @@ def test_a_layer_is_its_formula_token_by_token(name):
             # Angles of positions are in float32, as they are in attention.
             atol = 1e-6 if name == "retention" else 1e-11
             np.testing.assert_allclose(y[row], wanted, rtol=1e-9, atol=atol)
+
+
+@pytest.mark.parametrize("width", [1, 5])
+def test_heads_may_have_an_odd_width_or_a_single_channel(width):
+    config = dataclasses.replace(CONFIG, attention="rwkv7", head_size=width)
+    assert config.d_head == width
+    with pytest.raises(UserError, match=rf"must be even, got {width}"):
+        dataclasses.replace(config, attention_every="2:full")
+    with pytest.raises(UserError, match=rf"retention rotates pairs .* must be even, got {width}"):
+        STATES["retention"](config, key=jax.random.key(0))
+    with pytest.raises(UserError, match="must be a multiple of those of its keys, got 4 and 3"):
+        STATES["gated_deltanet"](config, heads=4, key_heads=3, key=jax.random.key(0))
 
 
 # The laws that a state can break. The others hold by what all of them share.

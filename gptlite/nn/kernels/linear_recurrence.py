@@ -2,7 +2,7 @@
 
 The reference is `token_by_token`. For each head, with a state `S: [d_key, d_value]`,
 
-    S = decay_t ⊙ S + write_t (read_tᵀ S) + k_t v_tᵀ
+    S = decay_t ⊙ S + write_t (read_tᵀ S) + k_t v_tᵀ,    or with strength_t k_t for write_t
     y_t = Sᵀ q_t
 
 where `decay_t`, between 0 and 1, is a number or one for each row of S. Linear attention, RetNet,
@@ -23,13 +23,14 @@ loses its digits beside a decay near 0.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from gptlite.errors import require
 from gptlite.nn.dtypes import widen
 
 # Tokens in a chunk: a power of two.
@@ -39,17 +40,19 @@ State = Float[Array, "*batch d_key d_value"]
 
 
 class Tokens(NamedTuple):
-    """What the recurrence is given of each token. The leading axes, such as batch and heads, may
-    broadcast."""
+    """What the recurrence is given of each token. All have the same number of axes, of which the
+    leading ones, such as batch and heads, may have a size of 1 for all."""
 
     query: Float[Array, "*batch seq d_key"]
     key: Float[Array, "*batch seq d_key"]
     value: Float[Array, "*batch seq d_value"]
     log_decay: Float[Array, "*batch seq rows"]
-    """`rows` is 1 or d_key. Not infinite."""
+    """At most 0; minus infinity for a decay of 0. `rows` is 1 or d_key."""
     read: Float[Array, "*batch seq d_key"] | None = None
-    write: Float[Array, "*batch seq rows"] | None = None
-    """`rows` is d_key, or 1: a number, by which the token's key is multiplied."""
+    write: Float[Array, "*batch seq d_key"] | None = None
+    """With `read`, there is this one or the next."""
+    strength: Float[Array, "*batch seq 1"] | None = None
+    """Such a number times the token's key in place of `write`."""
     begins: Bool[Array, "*batch seq"] | None = None
     """Whether the state is zero before the token, as where a document begins."""
     is_real: Bool[Array, "*batch seq"] | None = None
@@ -60,15 +63,24 @@ def linear_recurrence(
     tokens: Tokens, state: State
 ) -> tuple[Float[Array, "*batch seq d_value"], State]:
     """The outputs, and the state after all tokens, in at least float32. A single token is a step
-    of `token_by_token`."""
+    of `token_by_token`.
+
+    **Raises:** `UserError` (while tracing) if an array has not the axes that `Tokens` names.
+    """
+    _check(tokens, state)
     tokens, state = _widened(tokens), widen(state)
+    # So that 0 times it is 0.
+    tokens = tokens._replace(log_decay=jnp.maximum(tokens.log_decay, -1e30))
     if tokens.is_real is not None:
         real = tokens.is_real[..., None]
-        write = None if tokens.write is None else jnp.where(real, tokens.write, 0)
+        write, strength = (
+            None if a is None else jnp.where(real, a, 0) for a in (tokens.write, tokens.strength)
+        )
         tokens = tokens._replace(
             key=jnp.where(real, tokens.key, 0),
             log_decay=jnp.where(real, tokens.log_decay, 0),
             write=write,
+            strength=strength,
             begins=None if tokens.begins is None else tokens.begins & tokens.is_real,
             is_real=None,
         )
@@ -76,6 +88,34 @@ def linear_recurrence(
     if seq == 1:
         return token_by_token(tokens, state)
     return in_chunks(tokens, state, min(CHUNK, 1 << (seq - 1).bit_length()))
+
+
+def _check(tokens: Tokens, state: State) -> None:
+    axes = tokens.query.ndim
+    seq, d_key = tokens.query.shape[-2:]
+    d_value = state.shape[-1]
+    wanted = dict.fromkeys(("query", "key", "read", "write"), (d_key,)) | {
+        "value": (d_value,),
+        "log_decay": (1, d_key),
+        "strength": (1,),
+    }
+    require(
+        d_key == state.shape[-2],
+        f"Of Tokens, query must be as wide as d_key, {state.shape[-2]}, got {d_key}.",
+    )
+    for name, widths in wanted.items():
+        array = getattr(tokens, name)
+        shape = (*(1,) * (axes - 2), seq, widths[0]) if array is None else jnp.shape(array)
+        require(
+            len(shape) == axes and shape[-2] == seq and shape[-1] in widths,
+            f"Of Tokens, {name} must have {axes} axes, as query has, the last of them seq, {seq}, "
+            f"and {' or '.join(map(str, widths))}, got {list(shape)}.",
+        )
+    changes = [a is not None for a in (tokens.write, tokens.strength)]
+    require(
+        sum(changes) == (tokens.read is not None),
+        "Of Tokens, read needs either write or strength, which need read.",
+    )
 
 
 def token_by_token(
@@ -87,11 +127,10 @@ def token_by_token(
         if token.begins is not None:
             state = jnp.where(token.begins[..., None, None], 0, state)
         after = jnp.exp(token.log_decay)[..., None] * state
-        if token.read is not None and token.write is not None:
-            write = token.write * token.key if token.write.shape[-1] == 1 else token.write
-            after += (
-                write[..., None] * jnp.einsum("...kv,...k->...v", state, token.read)[..., None, :]
-            )
+        if token.read is not None:
+            write: Any = token.write if token.strength is None else token.strength * token.key
+            found = jnp.einsum("...kv,...k->...v", state, token.read)
+            after += write[..., None] * found[..., None, :]
         after += token.key[..., None] * token.value[..., None, :]
         return after, jnp.einsum("...kv,...k->...v", after, token.query)
 
@@ -110,13 +149,13 @@ def in_chunks(
     between them."""
     seq, axis = tokens.query.shape[-2], tokens.query.ndim - 2
     chunks = jax.tree.map(lambda a: _cut(a, axis, size), tokens)
-    query, key, value, log_decay, read, write, begins, _ = chunks
+    query, key, value, log_decay = chunks[:4]
+    read, strength, begins = chunks.read, chunks.strength, chunks.begins
     if begins is not None:  # what it would take away is masked
         log_decay = jnp.where(begins[..., None], 0, log_decay)
     decayed = query * jnp.exp(log_decay)
-    is_number = write is not None and write.shape[-1] == 1
     rows = [decayed] if read is None else [decayed, read]
-    columns = [key] if write is None or is_number else [key, write]
+    columns = [key] if chunks.write is None else [key, chunks.write]
     scores, before, after = _scores(rows, columns, log_decay)
     # How much is left of the incoming state at each token and at the end, and of what a token adds.
     at_token, at_end = jnp.exp(before), jnp.exp(after)
@@ -132,18 +171,19 @@ def in_chunks(
     # A token's query also finds what the token adds.
     by_key = scores[0][0] + _diagonal(query, key)
     from_start, ending, turn = at_token * decayed, _t(at_end * key), None
-    if read is None or write is None:
+    if read is None:
         y, leaves = by_key @ value, ending @ value
     else:
         # What is read: u = by_state S_0 + alone.
-        system = scores[1][0] * _t(write) if is_number else scores[1][1]
+        system = scores[1][1] if strength is None else scores[1][0] * _t(strength)
         inverse = _inverse(system)
         by_state, alone = inverse @ (at_token * read), inverse @ (scores[1][0] @ value)
-        if is_number:  # it is added along the key, as the value is
-            by_state, value = write * by_state, value + write * alone
+        if strength is not None:  # it is added along the key, as the value is
+            by_state, value = strength * by_state, value + strength * alone
             y, leaves = by_key @ value, ending @ value
             from_start, turn = from_start + by_key @ by_state, ending @ by_state
         else:
+            write = cast(Array, chunks.write)
             by_write, ends = scores[0][1] + _diagonal(query, write), _t(at_end * write)
             y, leaves = by_key @ value + by_write @ alone, ending @ value + ends @ alone
             from_start, turn = from_start + by_write @ by_state, ends @ by_state
@@ -208,6 +248,7 @@ def _inverse(below: Float[Array, "*chunks size size"]) -> Float[Array, "*chunks 
     # Along the axis of chunks: the CPU's library may crash where arrays have nine axes.
     both = jnp.concatenate([below[..., :half, :half], below[..., half:, half:]], axis=-3)
     first, second = jnp.split(_inverse(both), 2, axis=-3)
+    # In full precision once: the product of both is what a solver would round, too.
     low = jnp.matmul(jnp.matmul(second, corner, precision="highest"), first)
     return _triangular(first, low, second)
 

@@ -10,7 +10,6 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from gptlite.machine.fields import Count
 from gptlite.nn.context import Context
 from gptlite.nn.dtypes import widen
-from gptlite.nn.kernels.layout import split_columns
 from gptlite.nn.kernels.linear_recurrence import Tokens
 from gptlite.nn.linear import Linear
 from gptlite.nn.mlp import silu
@@ -27,8 +26,9 @@ from gptlite.nn.variants.matrix_state import (
 
 class Delta(HeadsState):
     """`S = (I - b_t k_t k_tᵀ) (a_t ⊙ S) + b_t k_t v_tᵀ`, `y_t = Sᵀ q_t`: the value that the state
-    has for the key k_t is replaced by its mean with v_t, weighted by b_t, between 0 and 1. Queries
-    and keys have length 1, and see the last `conv` tokens."""
+    has for the key k_t is replaced by its mean with v_t, weighted by b_t, between 0 and 1. Queries,
+    keys and values see the last `conv` tokens, and have a SiLU; keys have length 1, queries
+    1 / sqrt(d_key); what is read is normalised."""
 
     strength: Linear
     norm: RMSNorm
@@ -55,10 +55,6 @@ class Delta(HeadsState):
         """What is read, normalised, with a gate if there is one."""
         return y
 
-    def before(self, x: Float[Array, "*batch seq d_model"]) -> Float[Array, "*batch seq d"]:
-        """Queries, keys and values."""
-        return jnp.concatenate([self.query(x), self.key(x), self.value(x)], axis=-1)
-
     def tokens(
         self,
         x: Float[Array, "*batch seq d_model"],
@@ -66,8 +62,7 @@ class Delta(HeadsState):
         context: Context,
     ) -> Tokens:
         """See the class."""
-        parts: Any = split_columns(silu(u), self.widths)
-        q, k, v = self.heads_of(parts)
+        q, k, v = self.split_qkv(silu(u))
         q, k = unit(q) * self.d_key**-0.5, unit(k)
         strength = jax.nn.sigmoid(widen(split_heads(self.strength(x), self.n_heads)))
         log_decay = self.log_decay(x)
@@ -77,7 +72,7 @@ class Delta(HeadsState):
             value=strength * widen(v),
             log_decay=log_decay,
             read=jnp.exp(log_decay) * k,
-            write=-strength,
+            strength=-strength,
         )
 
     def after(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from gptlite.errors import UserError
 from gptlite.nn.context import Context
 from gptlite.nn.stack import Layers, Remat, Stack, each_layer
 
@@ -18,8 +19,8 @@ from gptlite.nn.stack import Layers, Remat, Stack, each_layer
 class Kinds(eqx.Module):
     """The blocks of a `HybridStack`, each kind with a leading axis of its own layers."""
 
-    most: Any
-    some: Any
+    base: Any
+    nth: Any
 
 
 class HybridStack(Stack):
@@ -42,15 +43,19 @@ class HybridStack(Stack):
         key: PRNGKeyArray,
     ):
         """`make_block(key, layer, config)` makes the layer of that number, from 0. `kinds` are the
-        configs of most layers, and of every Nth."""
+        configs of the layers, and of every Nth."""
         keys, layers = jax.random.split(key, n_layers), jnp.arange(n_layers)
         is_nth = [(i + 1) % every == 0 for i in range(n_layers)]
 
         def make(config: Any, wanted: bool) -> Any:
             own = jnp.asarray([i for i in range(n_layers) if is_nth[i] == wanted])
-            return eqx.filter_vmap(lambda key, layer: make_block(key, layer, config))(
-                keys[own], layers[own]
-            )
+            try:
+                return eqx.filter_vmap(lambda key, layer: make_block(key, layer, config))(
+                    keys[own], layers[own]
+                )
+            except UserError as error:  # which knows its attention as that of a config
+                field = "model.attention_every" if wanted else "model.attention"
+                raise UserError(str(error).replace("model.attention", field)) from error
 
         self.blocks = Kinds(make(kinds[0], False), make(kinds[1], True))
         self.n_layers, self.every, self.scan, self.remat = n_layers, every, scan, remat
@@ -60,17 +65,17 @@ class HybridStack(Stack):
         """The stack that `config.attention_every` describes, called as `Stack`, with a `make_block`
         that is also given the config of its layer."""
         number, _, name = config.attention_every.partition(":")
-        most = dataclasses.replace(config, attention_every=None)
-        kinds = most, dataclasses.replace(most, attention=name)
+        base = dataclasses.replace(config, attention_every=None)
+        kinds = base, dataclasses.replace(base, attention=name)
         return functools.partial(cls, every=int(number), kinds=kinds)
 
     def unstack(self) -> Layers:
         """See `Stack.unstack`."""
         nths = self.n_layers // self.every
-        most = each_layer(self.blocks.most, self.n_layers - nths)
-        some = each_layer(self.blocks.some, nths)
+        base = each_layer(self.blocks.base, self.n_layers - nths)
+        nth = each_layer(self.blocks.nth, nths)
         layers = range(1, self.n_layers + 1)
-        return Layers(tuple(next(most if i % self.every else some) for i in layers))
+        return Layers(tuple(next(base if i % self.every else nth) for i in layers))
 
     def _scan(
         self, blocks: Any, count: int, x: Array, context: Context, keys: Any
@@ -84,21 +89,21 @@ class HybridStack(Stack):
                 lambda a: a[: groups * size].reshape(groups, size, *a.shape[1:]), tree
             )
 
-        most, static = eqx.partition(blocks.most, eqx.is_array)
-        some, other_static = eqx.partition(blocks.some, eqx.is_array)
+        base, static = eqx.partition(blocks.base, eqx.is_array)
+        nth, other_static = eqx.partition(blocks.nth, eqx.is_array)
 
         def group(x: Array, scanned: Any) -> tuple[Array, Array]:
-            most, some, keys = scanned
+            base, nth, keys = scanned
             first, last = (None, None) if keys is None else (keys[:-1], keys[-1:])
-            x, loss = scan(eqx.combine(most, static), in_group, x, context, first)
-            x, more = scan(eqx.combine(some, other_static), 1, x, context, last)
+            x, loss = scan(eqx.combine(base, static), in_group, x, context, first)
+            x, more = scan(eqx.combine(nth, other_static), 1, x, context, last)
             return x, loss + more
 
-        scanned = grouped(most, in_group), grouped(some, 1), grouped(keys, self.every)
+        scanned = grouped(base, in_group), grouped(nth, 1), grouped(keys, self.every)
         x, losses = lax.scan(group, x, scanned, length=groups)
         loss = jnp.sum(losses)
         if rest:
-            after = eqx.combine(jax.tree.map(lambda a: a[groups * in_group :], most), static)
+            after = eqx.combine(jax.tree.map(lambda a: a[groups * in_group :], base), static)
             keys = None if keys is None else keys[groups * self.every :]
             x, more = scan(after, rest, x, context, keys)
             loss += more

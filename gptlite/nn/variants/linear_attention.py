@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from gptlite.errors import require
 from gptlite.nn.context import Context
 from gptlite.nn.dtypes import widen
 from gptlite.nn.kernels.linear_recurrence import Tokens
@@ -37,7 +38,7 @@ class LinearAttention(HeadsState):
 
     def tokens(self, x: Float[Array, "*batch seq d_model"], u: Any, context: Context) -> Tokens:
         """See the class."""
-        q, k, v = map(widen, self.split_qkv(x))
+        q, k, v = map(widen, self.split_qkv(u))
         ones = jnp.ones_like(v[..., :1])
         return Tokens(
             query=jax.nn.elu(q) + 1,
@@ -58,12 +59,21 @@ class LinearAttention(HeadsState):
 
 
 class Retention(HeadsState):
-    """Queries and keys that are rotated by position, a fixed decay of 1 - 2^(-5-h) for head h, a
-    norm of each head, a gate of SiLU (Sun et al., 2023, "Retentive network", section 2)."""
+    """Queries, over sqrt(d_key), and keys that are rotated by position, a fixed decay of
+    1 - 2^(-5-h) for head h, a norm of each head, a gate of SiLU (Sun et al., 2023, "Retentive
+    network", section 2).
+
+    **Raises:** `UserError` if the width of a head is odd.
+    """
 
     gate: Linear
 
     def __init__(self, config: Any, *, key: PRNGKeyArray):
+        require(
+            config.d_head % 2 == 0,
+            "model.attention retention rotates pairs of channels, so the width of a head "
+            f"(model.head_size, or else d_model / n_heads) must be even, got {config.d_head}.",
+        )
         super_key, gate_key = jax.random.split(key)
         super().__init__(config, key=super_key)
         d = self.n_heads * self.d_value
@@ -71,7 +81,7 @@ class Retention(HeadsState):
 
     def tokens(self, x: Float[Array, "*batch seq d_model"], u: Any, context: Context) -> Tokens:
         """See the class."""
-        q, k, v = self.split_qkv(x)
+        q, k, v = self.split_qkv(u)
         rotate, q = Rotary(), widen(q) * self.d_key**-0.5
         log_decay = jnp.log1p(-(2.0 ** (-5.0 - jnp.arange(self.n_heads, dtype=q.dtype))))
         return Tokens(
@@ -94,8 +104,9 @@ class Retention(HeadsState):
 
 class GatedLinearAttention(HeadsState):
     """A decay for each row of the state that depends on the token, `sigmoid(decay(x))^(1/16)`, by
-    matrices of rank 16, and a gate of SiLU (Yang et al., 2024, "Gated linear attention
-    transformers with hardware-efficient training", section 4.4; there, keys are half as wide)."""
+    matrices of rank 16, queries over sqrt(d_key), an RMSNorm of each head, and a gate of SiLU (Yang
+    et al., 2024, "Gated linear attention transformers with hardware-efficient training", section
+    4.4; there, keys are half as wide)."""
 
     decay: LowRank
     gate: Linear
@@ -111,7 +122,7 @@ class GatedLinearAttention(HeadsState):
 
     def tokens(self, x: Float[Array, "*batch seq d_model"], u: Any, context: Context) -> Tokens:
         """See the class."""
-        q, k, v = self.split_qkv(x)
+        q, k, v = self.split_qkv(u)
         log_decay = jax.nn.log_sigmoid(widen(self.decay(x))) / 16
         return Tokens(widen(q) * self.d_key**-0.5, k, v, split_heads(log_decay, self.n_heads))
 

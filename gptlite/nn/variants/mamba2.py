@@ -28,7 +28,8 @@ class Mamba2(MatrixState):
     """`S = exp(-rate · step_t) S + step_t k_t v_tᵀ`, `y_t = Sᵀ q_t + skip · v_t`, with a step for
     each head, `softplus(step(x) + bias)`, and queries and keys that all heads share (Dao and Gu,
     2024, "Transformers are SSMs", section 7: there, C, B and X). There are `expand` times as many
-    heads as `n_heads`. Queries, keys and values see the last `conv` tokens."""
+    heads as `n_heads`. Queries, keys and values see the last `conv` tokens, and have a SiLU; the
+    output is multiplied with a gate of SiLU, and normalised."""
 
     query: Linear
     key: Linear

@@ -2,7 +2,7 @@
 
 import abc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import equinox as eqx
@@ -16,7 +16,7 @@ from gptlite.machine.fields import Between
 from gptlite.nn.cache import read_at
 from gptlite.nn.context import WHOLE_SEQUENCE, Context
 from gptlite.nn.dtypes import wide_dtype, widen
-from gptlite.nn.kernels.layout import swap_heads
+from gptlite.nn.kernels.layout import split_columns, swap_heads
 from gptlite.nn.kernels.linear_recurrence import Tokens, linear_recurrence
 from gptlite.nn.linear import Linear
 from gptlite.nn.mlp import identity
@@ -110,8 +110,9 @@ class MatrixState(eqx.Module):
     `linear_recurrence` passes from token to token: in training and for prompts, in chunks of tokens
     that are made of products; in generation, one by one, in memory that does not grow.
 
-    A subclass has the methods `tokens` and `after`, and if it sees earlier tokens otherwise,
-    `before` and a `ShortConvolution` or a `TokenShift`. The state is kept in float32 (or float64).
+    A subclass has the fields below, which its `__init__` sets, and the methods `tokens` and
+    `after`; if it sees earlier tokens otherwise, also `before` and a `conv`. The state is kept in
+    float32 (or float64).
     """
 
     n_heads: int = eqx.field(static=True)
@@ -169,9 +170,9 @@ class MatrixState(eqx.Module):
 
 
 class HeadsState(MatrixState):
-    """A `MatrixState` with the matrices of queries, keys, values and the output. A subclass adds
-    what it has beside these, and may replace `conv`. Fewer `n_key_heads` than `n_heads` are shared
-    by neighbours."""
+    """A `MatrixState` with the matrices `query`, `key`, `value` and `output`. A subclass adds what
+    it has beside these, and may replace `conv`. Fewer `n_key_heads` than `n_heads` are shared by
+    neighbours."""
 
     n_key_heads: int = eqx.field(static=True)
     query: Linear
@@ -191,7 +192,7 @@ class HeadsState(MatrixState):
         key: PRNGKeyArray,
     ):
         """`n_heads` and the widths `d_key` and `d_value` of a head are those of `config` by
-        default. `conv`: how many tokens queries, keys and values see, if `before` joins them.
+        default. `conv`: how many tokens queries, keys and values see; None: their own alone.
 
         **Raises:** `UserError` if `n_key_heads` does not divide `n_heads`.
         """
@@ -218,20 +219,25 @@ class HeadsState(MatrixState):
         keys = self.n_key_heads * self.d_key
         return keys, keys, self.n_heads * self.d_value
 
-    def split_qkv(
-        self, x: Float[Array, "*batch seq d_model"]
-    ) -> tuple[Float[Array, "*batch heads seq d_head"], ...]:
-        """Queries, keys and values of each head."""
-        return self.heads_of([layer(x) for layer in (self.query, self.key, self.value)])
+    def before(self, x: Float[Array, "*batch seq d_model"]) -> Float[Array, "*batch seq d"]:
+        """Queries, keys and values side by side, for a convolution; without one, `x`."""
+        if not isinstance(self.conv, ShortConvolution):
+            return x
+        return jnp.concatenate([self.query(x), self.key(x), self.value(x)], axis=-1)
 
-    def heads_of(
-        self, qkv: Sequence[Float[Array, "*batch seq _"]]
+    def split_qkv(
+        self, u: Float[Array, "*batch seq d"]
     ) -> tuple[Float[Array, "*batch heads seq d_head"], ...]:
-        """The same, of what the matrices give."""
-        q, k = (split_heads(part, self.n_key_heads) for part in qkv[:2])
+        """Queries, keys and values of each head, of the `u` that `tokens` is given."""
+        if isinstance(self.conv, ShortConvolution):
+            parts: Any = split_columns(u, self.widths)
+            q, k, v = parts
+        else:
+            q, k, v = self.query(u), self.key(u), self.value(u)
+        q, k = (split_heads(part, self.n_key_heads) for part in (q, k))
         if self.n_key_heads < self.n_heads:
-            q, k = (jnp.repeat(x, self.n_heads // self.n_key_heads, axis=-3) for x in (q, k))
-        return q, k, split_heads(qkv[2], self.n_heads)
+            q, k = (jnp.repeat(part, self.n_heads // self.n_key_heads, axis=-3) for part in (q, k))
+        return q, k, split_heads(v, self.n_heads)
 
     def join(
         self, y: Float[Array, "*batch heads seq d_head"], dtype: DTypeLike

@@ -1,6 +1,7 @@
 """A layer with a state, written as what one token does to it."""
 
 import abc
+import functools
 from typing import Any
 
 import equinox as eqx
@@ -57,9 +58,16 @@ class Recurrence(eqx.Module):
     ) -> tuple[Float[Array, "*batch seq d_model"], Any]:
         """The output, and the state after `x` (None without a cache)."""
         *batch, seq, _ = x.shape
+        inputs = self.before(x)
+        for leaf in jax.tree.leaves(inputs):
+            require(
+                jnp.shape(leaf)[: x.ndim - 1] == x.shape[:-1],
+                f"{type(self).__name__}.before must return arrays [*batch, seq, ...] for an input "
+                f"of {list(x.shape)}, got one of {list(jnp.shape(leaf))}.",
+            )
         first = self.init_cache(tuple(batch), seq, x.dtype)
         flags = real_and_begins(context, x.shape[:-1])
-        step = self._checked_step
+        step = functools.partial(self._checked_step, x.shape[-1], x.dtype)
         for _ in batch:
             step = jax.vmap(step)
 
@@ -69,22 +77,38 @@ class Recurrence(eqx.Module):
             after, y = step(before, inputs)
             return after if is_real is None else _where(is_real, after, state), y
 
-        tokens = jax.tree.map(lambda a: jnp.moveaxis(a, len(batch), 0), (self.before(x), flags))
+        tokens = jax.tree.map(lambda a: jnp.moveaxis(a, len(batch), 0), (inputs, flags))
         state, y = lax.scan(run, first if cache is None else cache, tokens)
         y = jnp.moveaxis(y, 0, len(batch)).astype(x.dtype)
         return y, None if cache is None else state
 
-    def _checked_step(self, state: Any, x: Any) -> tuple[Any, Array]:
+    def _checked_step(
+        self, d_model: int, dtype: DTypeLike, state: Any, x: Any
+    ) -> tuple[Any, Array]:
         out = self.step(state, x)
-        name = type(self).__name__
-        require(isinstance(out, tuple) and len(out) == 2, f"{name}.step must return (state, y).")
+        name = f"{type(self).__name__}.step"
+        require(isinstance(out, tuple) and len(out) == 2, f"{name} must return (state, y).")
         shapes, wanted = (jax.tree.map(jnp.shape, tree) for tree in (out[0], state))
         require(
             shapes == wanted,
-            f"{name}.step must return a state like that of init_state: it returned arrays of "
-            f"{shapes} for {wanted}.",
+            f"{name} must return a state like that of init_state: it returned arrays of {shapes} "
+            f"for {wanted}.",
         )
-        return jax.tree.map(lambda a, old: jnp.asarray(a).astype(old.dtype), out[0], state), out[1]
+        require(
+            jnp.shape(out[1]) == (d_model,),
+            f"{name} must return an output [d_model], [{d_model}], got {list(jnp.shape(out[1]))}.",
+        )
+
+        def kept(a: Any, old: Array) -> Array:
+            a = jnp.asarray(a)
+            # In a model in bfloat16, a state that is made of a token alone is in bfloat16.
+            require(
+                a.dtype in (old.dtype, dtype) and jnp.isdtype(a.dtype, _kind(old)),
+                f"{name} must return a state in {old.dtype}, as init_state does, got {a.dtype}.",
+            )
+            return a.astype(old.dtype)
+
+        return jax.tree.map(kept, out[0], state), out[1]
 
 
 def real_and_begins(
@@ -100,6 +124,10 @@ def real_and_begins(
         begins = context.document_starts == jnp.asarray(context.start)[..., None] + steps
         begins = jnp.broadcast_to(begins, shape)
     return is_real, begins
+
+
+def _kind(a: Array) -> Any:
+    return "real floating" if jnp.issubdtype(a.dtype, jnp.floating) else a.dtype
 
 
 def _wide(a: Any) -> Array:

@@ -101,6 +101,6 @@ class RWKV7(HeadsState):
         x: Float[Array, "*batch seq d_model"],
         change: Float[Array, "*batch seq d_model"],
     ) -> Float[Array, "*batch seq d_model"]:
-        """The mean of a token and the one before. (As a product, for its gradient: see
+        """The weighted mean of a token and the one before. (As a product, for its gradient: see
         `ShortConvolution`.)"""
         return x + jnp.einsum("...d,d->...d", change, self.shares[part].astype(x.dtype))
