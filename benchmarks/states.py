@@ -90,18 +90,19 @@ def generate(mixer: str, read: int, new_tokens: int) -> Round:
     import jax.numpy as jnp
     from jax import lax
 
+    from gptlite.generation.generate import prepare
     from gptlite.machine.pytrees import size_of
     from gptlite.machine.runtime import set_up_jax
     from gptlite.models.gpt import GPT
-    from gptlite.nn.stack import unstacked
 
     set_up_jax(cpu_devices=1)
     config = make_config(mixer, read + new_tokens)
     model = eqx.filter_jit(GPT)(config, 65, key=jax.random.key(0))
     cache = eqx.tree_at(
-        lambda cache: cache.length, model.init_cache((1,)), jnp.asarray(read, jnp.int32)
+        lambda cache: cache.length, model.init_cache(), jnp.asarray(read, jnp.int32)
     )
-    model = unstacked(model)
+    cache = jax.tree.map(jnp.copy, cache)  # an empty one's arrays may be one
+    model = prepare(model, 1).model
     print(f"{mixer}, {read:,} tokens: {size_of(cache.layers) / 2**20:.2f} MiB in the cache")
 
     @eqx.filter_jit(donate="all-except-first")
@@ -111,7 +112,7 @@ def generate(mixer: str, read: int, new_tokens: int) -> Round:
             hidden, cache = model.extend(ids, cache)
             return jnp.argmax(model.logits(hidden), axis=-1).astype(ids.dtype), cache
 
-        _, cache = lax.fori_loop(0, new_tokens, token, (jnp.zeros((1, 1), jnp.int32), cache))
+        _, cache = lax.fori_loop(0, new_tokens, token, (jnp.zeros(1, jnp.int32), cache))
         return eqx.tree_at(lambda cache: cache.length, cache, jnp.asarray(read, jnp.int32))
 
     def work() -> float:
