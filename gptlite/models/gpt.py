@@ -134,8 +134,9 @@ class GPT(Transformer):
             length + seq <= capacity,
             f"The cache has room for {capacity} tokens: {length} are in it, got {seq} more.",
         )
-        before = read_at(cache.ids, cache.length, back, axis=-1)
         all_ids = write_at(cache.ids, ids.astype(cache.ids.dtype), cache.length + back, axis=-1)
+        # Not of `cache.ids`, which a loop would then copy for every token.
+        before = read_at(all_ids, cache.length, back, axis=-1)
         starts = None
         if self.separator is not None:
             starts = document_starts(all_ids[..., back:], self.separator)
