@@ -227,7 +227,7 @@ VARIANTS = {
     },
     "hybrid": {
         "n_layers": 3,
-        "attention": "retention",
+        "attention": "linear",
         "attention_every": "2:full",
         "separate_documents": True,
     },
