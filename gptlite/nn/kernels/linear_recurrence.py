@@ -248,7 +248,6 @@ def _inverse(below: Float[Array, "*chunks size size"]) -> Float[Array, "*chunks 
     # Along the axis of chunks: the CPU's library may crash where arrays have nine axes.
     both = jnp.concatenate([below[..., :half, :half], below[..., half:, half:]], axis=-3)
     first, second = jnp.split(_inverse(both), 2, axis=-3)
-    # In full precision once: the product of both is what a solver would round, too.
     low = jnp.matmul(jnp.matmul(second, corner, precision="highest"), first)
     return _triangular(first, low, second)
 
