@@ -6,6 +6,7 @@ them). `transformers` describes the fields in its `configuration_*.py`.
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -126,6 +127,7 @@ _SANDWICH = {
 # The kinds of layers in a hybrid.
 KINDS = ("base", "nth")
 _LLAMA = _ATTENTION | _MLP | _PRE
+_GEMMA = _ATTENTION | _MLP | _SANDWICH
 FAMILIES = {
     family.model_type: family
     for family in (
@@ -135,7 +137,8 @@ FAMILIES = {
         Family("qwen3", "Qwen3ForCausalLM", _TOP, _LLAMA),
         Family("arcee", "ArceeForCausalLM", _TOP, _LLAMA),
         Family(
-            *("gemma3_text", "Gemma3ForCausalLM", _TOP, _ATTENTION | _MLP | _SANDWICH),
+            *("gemma3_text", "Gemma3ForCausalLM", _TOP),
+            _GEMMA | {f"{kind}.{ours}": x for kind in KINDS for ours, x in _GEMMA.items()},
             gain_offset=1.0,
         ),
         Family(
@@ -217,18 +220,24 @@ class _Export:
         self.norm, self.norm_options = self._part("norm")
         self.attention, options = self._part("attention")
         self.attention_options = options or AttentionOptions()
+        self.every, _, self.other = str(config.attention_every or "").partition(":")
+        kind = dataclasses.replace(config, attention=self.other) if self.other else config
+        _, self.other_options = self._part("attention", kind)
         self.mlp, _ = self._part("mlp")
         self.positions, self.position_options = self._part("positions")
         self.qkv_bias = config.bias or self.attention_options.qkv_bias
         self.output_bias = config.bias or self.attention_options.output_bias
         self.same_bias = self.qkv_bias == self.output_bias
-        self.unbiased = "--model.no-bias" if config.bias else f"--model.attention {self.attention}"
+        # The one that stays, in a refusal.
+        self.known = self.attention if self.attention in ("full", "sliding") else "full"
+        self.unbiased = "--model.no-bias" if config.bias else f"--model.attention {self.known}"
         self.obstacles: list[str] = []
 
-    def _part(self, field: str) -> tuple[str, Any]:
+    def _part(self, field: str, config: ModelConfig | None = None) -> tuple[str, Any]:
         """The name of the part `config.FIELD`, and its options; None if it has none."""
-        name, _ = split_options(getattr(self.config, field))
-        return name, None if is_custom(name) else find_part(field, self.config)[1].get("options")
+        config = self.config if config is None else config
+        name, _ = split_options(getattr(config, field))
+        return name, None if is_custom(name) else find_part(field, config)[1].get("options")
 
     def need(self, holds: bool, what: str, option: str) -> None:
         if not holds:
@@ -242,8 +251,10 @@ class _Export:
             "--model.embed-previous 0",
         )
         is_gpt2 = self.norm == "layer" or self.positions == "learned"
-        is_hybrid = config.attention_every is not None
-        fields = self.qwen3_5() if is_hybrid else self.gpt2() if is_gpt2 else self.llama()
+        if config.attention_every is not None and self.attention not in ("full", "sliding"):
+            fields = self.qwen3_5()
+        else:
+            fields = self.gpt2() if is_gpt2 else self.llama()
         require(
             not self.obstacles,
             "No architecture of Hugging Face's transformers has: "
@@ -278,6 +289,9 @@ class _Export:
             self.attention == "full", f"GPT-2 with {config.attention}", "--model.attention full"
         )
         self.need(
+            not self.every, "GPT-2 with layers of two kinds", "without --model.attention-every"
+        )
+        self.need(
             config.n_kv_heads in (None, config.n_heads),
             "GPT-2 with heads that share keys",
             "without --model.n-kv-heads",
@@ -305,6 +319,21 @@ class _Export:
         if not cap:
             self.need(config.logit_cap is None, "capped logits", "without --model.logit-cap")
 
+    def sizes(self) -> dict[str, Any]:
+        """What all but GPT-2 name alike."""
+        config = self.config
+        return {
+            "num_hidden_layers": config.n_layers,
+            "num_attention_heads": config.n_heads,
+            "num_key_value_heads": config.n_kv_heads or config.n_heads,
+            "head_dim": config.d_head,
+            "hidden_size": config.d_model,
+            "intermediate_size": config.d_hidden,
+            "max_position_embeddings": config.context_length,
+            "rms_norm_eps": self.eps,
+            "attention_dropout": 0.0,
+        }
+
     def llama(self) -> dict[str, Any]:
         config = self.config
         eps, window = self.eps, getattr(self.attention_options, "window", None)
@@ -319,28 +348,21 @@ class _Export:
         self.need(
             not config.qk_norm or self.attention_options.qk_eps == eps,
             "a QK-norm with an epsilon of its own",
-            f"--model.attention {self.attention}:qk_eps={eps}",
+            f"--model.attention {self.known}:qk_eps={eps}",
         )
+        if self.every:
+            self.of_two_kinds()
         activation = ACTIVATIONS.get(self.mlp) or GATED.get(self.mlp)
         self.need(activation is not None, f"mlp {config.mlp}", "--model.mlp swiglu")
         gated = self.mlp in GATED
-        rope = self.rope()
+        rope = self.rope(self.other_options)
         scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
-        fields = {
-            "num_hidden_layers": config.n_layers,
-            "num_attention_heads": config.n_heads,
-            "num_key_value_heads": config.n_kv_heads or config.n_heads,
-            "head_dim": config.d_head,
-            "hidden_size": config.d_model,
-            "intermediate_size": config.d_hidden,
-            "max_position_embeddings": config.context_length,
-            "rms_norm_eps": eps,
+        fields = self.sizes() | {
             "hidden_act": activation,
             "rope_parameters": rope,
             "rope_theta": rope.get("rope_theta"),
             "rope_scaling": scaling if rope.get("rope_type") == "llama3" else None,
             "attention_bias": self.qkv_bias,
-            "attention_dropout": 0.0,
         }
         if config.block == "sandwich":
             return self.gemma3(fields, window)
@@ -384,6 +406,28 @@ class _Export:
         self.whole_heads()
         return fields | {"model_type": "llama", "mlp_bias": config.bias}
 
+    def of_two_kinds(self) -> None:
+        """Gemma 3's: sliding attention, and full attention in every Nth layer."""
+        block = self.config.block
+        self.need(block == "sandwich", f"two kinds with block {block}", "--model.block sandwich")
+        self.need(
+            self.attention == "sliding",
+            f"attention {self.config.attention} with another one",
+            f"--model.attention {with_options('sliding', SlidingOptions(qk_eps=self.eps))}",
+        )
+        wanted = AttentionOptions(
+            qkv_bias=self.attention_options.qkv_bias,
+            output_bias=self.attention_options.output_bias,
+            qk_gain=getattr(self.other_options, "qk_gain", False),
+            qk_eps=self.eps,
+            theta=getattr(self.other_options, "theta", None),
+        )
+        self.need(
+            self.other_options == wanted,
+            f"attention {self.other} in every Nth layer",
+            f"--model.attention-every {self.every}:{with_options('full', wanted)}",
+        )
+
     def gemma3(self, fields: dict[str, Any], window: int | None) -> dict[str, Any]:
         config = self.config
         self.need(self.mlp == "geglu", f"sandwich norms with mlp {config.mlp}", "--model.mlp geglu")
@@ -398,25 +442,26 @@ class _Export:
         )
         self.whole_heads()
         kind = "full_attention" if window is None else "sliding_attention"
-        rope = fields["rope_parameters"]
+        local = self.rope(self.attention_options)
         fields = {name: x for name, x in fields.items() if name != "hidden_act"}
         return fields | {
             "model_type": "gemma3_text",
             "hidden_activation": GATED["geglu"],
             "query_pre_attn_scalar": config.d_head,
-            "layer_types": [kind] * config.n_layers,
+            "layer_types": _layer_types(config.n_layers, self.every, kind),
             "sliding_window": window or config.context_length,
-            "rope_parameters": {"full_attention": rope, "sliding_attention": rope},
-            "rope_local_base_freq": rope.get("rope_theta"),
+            "rope_parameters": {
+                "full_attention": fields["rope_parameters"],
+                "sliding_attention": local,
+            },
+            "rope_local_base_freq": local.get("rope_theta"),
             "final_logit_softcapping": config.logit_cap,
         }
 
     def qwen3_5(self) -> dict[str, Any]:
         """The one with layers of two kinds: a gated delta rule, and gated attention."""
         config, rotary = self.config, self.position_options
-        every, _, other = str(config.attention_every).partition(":")
-        kinds = dataclasses.replace(config, attention=other, attention_every=None)
-        name, options = _Export(kinds)._part("attention")
+        options = self.other_options
         self.need(
             self.attention == "gated_deltanet",
             f"attention {config.attention} with another one",
@@ -424,9 +469,9 @@ class _Export:
         )
         wanted = AttentionOptions(qk_gain=isinstance(options, AttentionOptions) and options.qk_gain)
         self.need(
-            name == "gated" and options == wanted,
-            f"attention {other} in every Nth layer",
-            f"--model.attention-every {every}:gated",
+            split_options(self.other)[0] == "gated" and options == wanted,
+            f"attention {self.other} in every Nth layer",
+            f"--model.attention-every {self.every}:gated",
         )
         self.need(config.qk_norm, "these layers without QK-norm", "--model.qk-norm")
         self.need(config.norm == "rms", f"norm {config.norm} in these", "--model.norm rms")
@@ -439,18 +484,15 @@ class _Export:
         self.need(rotary == plain, f"positions {config.positions}", "--model.positions rotary")
         self.common(scale=False, cap=False)
         texts = split_options(config.attention)[1]
+        self.need(
+            texts.get("negative", "false").lower() == "false",
+            "strengths between 0 and 2",
+            "--model.attention gated_deltanet, without negative=true",
+        )
         sizes = {name: int(text) for name, text in texts.items() if text.isdigit()}
         heads = sizes.get("heads", config.n_heads)
-        return {
+        return self.sizes() | {
             "model_type": "qwen3_5_text",
-            "num_hidden_layers": config.n_layers,
-            "num_attention_heads": config.n_heads,
-            "num_key_value_heads": config.n_kv_heads or config.n_heads,
-            "head_dim": config.d_head,
-            "hidden_size": config.d_model,
-            "intermediate_size": config.d_hidden,
-            "max_position_embeddings": config.context_length,
-            "rms_norm_eps": 1e-6,
             "hidden_act": "silu",
             "rope_parameters": {
                 "rope_type": "default",
@@ -458,13 +500,12 @@ class _Export:
                 "partial_rotary_factor": plain.share,
             },
             "attention_bias": False,
-            "attention_dropout": 0.0,
             "linear_num_value_heads": heads,
             "linear_num_key_heads": sizes.get("key_heads", heads),
             "linear_key_head_dim": sizes.get("key_size", config.d_head),
             "linear_value_head_dim": sizes.get("value_size", config.d_head),
             "linear_conv_kernel_dim": sizes.get("conv", 4),
-            "layer_types": _layer_types(config.n_layers, int(every)),
+            "layer_types": _layer_types(config.n_layers, self.every, "linear_attention"),
         }
 
     def whole_heads(self) -> None:
@@ -476,11 +517,12 @@ class _Export:
             "--model.d-model, a multiple of --model.n-heads",
         )
 
-    def rope(self) -> dict[str, Any]:
+    def rope(self, attention: AttentionOptions | None) -> dict[str, Any]:
+        """Of positions in `attention`."""
         options = self.position_options
         if not isinstance(options, RotaryOptions):  # an obstacle
             return {}
-        theta = {"rope_theta": options.theta}
+        theta = {"rope_theta": getattr(attention, "theta", None) or options.theta}
         if options.factor == 1:
             return theta | {"rope_type": "default"}
         return theta | {
@@ -492,9 +534,21 @@ class _Export:
         }
 
 
-def _layer_types(n_layers: int, every: int) -> list[str]:
-    kinds = ("linear_attention", "full_attention")
+def _layer_types(n_layers: int, every: int | str, kind: str) -> list[str]:
+    """All `kind`, but for every Nth, if there is one."""
+    kinds, every = (kind, "full_attention"), int(every or n_layers + 1)
     return [kinds[(i + 1) % every == 0] for i in range(n_layers)]
+
+
+def _every_nth(types: list[str], n_layers: int, kind: str) -> int:
+    """The `every` of such types."""
+    every = types.index("full_attention") + 1 if "full_attention" in types else 1
+    require(
+        every > 1 and types == _layer_types(n_layers, every, kind),
+        f"The model's layer_types must be {kind}, but for every Nth layer, which is "
+        f"full_attention, got {str(types)[:100]}.",
+    )
+    return every
 
 
 # From their config to ours.
@@ -507,10 +561,7 @@ def from_hf_config(fields: Mapping[str, Any]) -> ModelConfig:
     """
     kind = fields.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise UserError(
-            f"The model's model_type is {kind!r}: gptlite has {', '.join(FAMILIES)} (and of "
-            "gemma3_text only what it exports)."
-        )
+        raise UserError(f"The model's model_type is {kind!r}: gptlite has {', '.join(FAMILIES)}.")
     reader = _Import({**DEFAULTS.get(kind, {}), **fields})
     own = reader.own()
     if own is not None:
@@ -642,14 +693,9 @@ class _Import:
         n_layers, n_heads = self.size("num_hidden_layers"), self.size("num_attention_heads")
         d_model = self.size("hidden_size")
         d_head = self.size("head_dim", 256)
-        interval = self.size("full_attention_interval", 4)
-        types = self.get("layer_types", _layer_types(n_layers, interval), list)
-        every = types.index("full_attention") + 1 if "full_attention" in types else 1
-        require(
-            every > 1 and types == _layer_types(n_layers, every),
-            "The model's layer_types must be linear_attention, but for every Nth layer, which is "
-            f"full_attention, got {str(types)[:100]}.",
-        )
+        every = self.size("full_attention_interval", 4)
+        types = self.get("layer_types", _layer_types(n_layers, every, "linear_attention"), list)
+        every = _every_nth(types, n_layers, "linear_attention")
         self.require("rms_norm_eps", 1e-6, default=1e-6)
         self.require("attention_bias", False, default=False)
         self.require("attn_output_gate", True, default=True)
@@ -673,7 +719,7 @@ class _Import:
             attention=":".join(["gated_deltanet", *(f"{name}={x}" for name, x in sizes.items())]),
             attention_every=f"{every}:gated:qk_gain=true",
             mlp=self.activation("hidden_act", "silu", {"swiglu": "silu"}),
-            positions=with_options("rotary", self.rope("qwen3_5_text", None)),
+            positions=with_options("rotary", self.rope("qwen3_5_text", False)),
             embed_previous=0,
             tied_head=self.require("tie_word_embeddings", True, False, default=False),
             init="gpt2",
@@ -694,7 +740,7 @@ class _Import:
         d_model, is_gemma = self.size("hidden_size"), kind == "gemma3_text"
         d_head = self.size("head_dim", d_model // n_heads)
         eps = self.number("rms_norm_eps", RMSNormOptions, "eps", 1e-6)
-        window = self.window(kind, n_layers)
+        window, every = self.window(kind, n_layers)
         attention_bias = self.require("attention_bias", True, False, default=False)
         mlp_bias = self.require("mlp_bias", True, False, default=False)
         require(
@@ -709,8 +755,19 @@ class _Import:
             qk_gain=qk_norm,
             qk_eps=eps if qk_norm else AttentionOptions.qk_eps,
         )
+        positions, nth = self.rope(kind, window is not None and every is None), None
+        if every is not None:
+            nth = f"{every}:{with_options('full', options)}"
         if window is not None:
             options = SlidingOptions(**vars(options), window=window)
+        if every is not None:
+            local = self.rope(kind, True)
+            require(
+                dataclasses.replace(local, theta=positions.theta) == positions,
+                "The model's rope_parameters of sliding_attention must be those of full_attention, "
+                f"but for their rope_theta, got {local} and {positions}.",
+            )
+            options = dataclasses.replace(options, theta=local.theta)
         if is_gemma:
             self.require("query_pre_attn_scalar", d_head, default=256)
             for name in ("attn_logit_softcapping", "use_bidirectional_attention"):
@@ -730,8 +787,9 @@ class _Import:
             block="sandwich" if is_gemma else "pre",
             norm=with_options("rms", RMSNormOptions(eps=eps)),
             attention=with_options("full" if window is None else "sliding", options),
+            attention_every=nth,
             mlp=self.activation("hidden_activation" if is_gemma else "hidden_act", default, table),
-            positions=with_options("rotary", self.rope(kind, window)),
+            positions=with_options("rotary", positions),
             embed_previous=0,
             scale_embedding=is_gemma,
             qk_norm=qk_norm,
@@ -743,16 +801,17 @@ class _Import:
             init="gpt2",
         )
 
-    def window(self, kind: str, n_layers: int) -> int | None:
-        """How many tokens a token attends to, the same in all layers. None: all."""
+    def window(self, kind: str, n_layers: int) -> tuple[int | None, int | None]:
+        """How many tokens a token attends to (None: all); and N, if it attends to all of them in
+        every Nth layer."""
         given = self.get("sliding_window") is not None
         window = self.size("sliding_window") if given else None
         if kind == "mistral":
-            return window
+            return window, None
         types = self.get("layer_types", kind=list)
         uses = self.get("use_sliding_window", kind == "gemma3_text", bool)
         if not uses or window is None or kind in ("llama", "arcee"):
-            return None
+            return None, None
         if types is None:
             first = self.get("max_window_layers", 28, int)
             every = self.size("sliding_window_pattern", 6)
@@ -762,16 +821,19 @@ class _Import:
             ]
             types = ["full_attention" if full else "sliding_attention" for full in is_full]
         if types == ["full_attention"] * n_layers:
-            return None
+            return None, None
+        if types == ["sliding_attention"] * n_layers:
+            return window, None
         require(
-            types == ["sliding_attention"] * n_layers,
-            "The model's layer_types differ: gptlite reads two kinds from qwen3_5_text only.",
+            kind == "gemma3_text",
+            "The model's layer_types differ: gptlite reads two kinds from qwen3_5_text and "
+            "gemma3_text only.",
         )
-        return window
+        return window, _every_nth(types, n_layers, "sliding_attention")
 
-    def rope(self, kind: str, window: int | None) -> RotaryOptions:
-        """The options of `rotary`. (Their classes read old names of fields, too: see
-        `convert_rope_params_to_dict`.)"""
+    def rope(self, kind: str, sliding: bool) -> RotaryOptions:
+        """The options of `rotary`, in layers of sliding attention or in others. (Their classes read
+        old names of fields, too: see `convert_rope_params_to_dict`.)"""
         rope_fields = self.get("rope_parameters", {}, dict)
         scaling = self.get("rope_scaling", {}, dict)
         share = 1.0
@@ -784,11 +846,13 @@ class _Import:
             self.require("partial_rotary_factor", 1.0, default=1.0)
         if kind == "gemma3_text":
             of = _Import(rope_fields)
-            full, sliding = (of.get(f"{x}_attention", {}, dict) for x in ("full", "sliding"))
+            kinds = ("full_attention", "sliding_attention")
+            full, of_sliding = (of.get(x, {}, dict) for x in kinds)
             of.end()
             full = {"rope_theta": self.get("rope_theta", 1_000_000.0), **full, **scaling}
-            sliding = {"rope_theta": self.get("rope_local_base_freq", 10_000.0), **sliding}
-            rope_fields = full if window is None else sliding
+            local = self.get("rope_local_base_freq", 10_000.0)
+            of_sliding = {"rope_theta": local, **of_sliding}
+            rope_fields = of_sliding if sliding else full
         else:
             rope_fields = {
                 "rope_theta": self.get("rope_theta", 10_000.0),
@@ -936,11 +1000,14 @@ def export_arrays(
 def _implied(names: Names, ours: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
     """Parameters that theirs has, and ours does without."""
     config, prefix, kind = names.config, names.family.layers, names.family.model_type
-    hybrid = "" if config.attention_every is None else "nth."
-    for which in ("query", "key") if kind in ("qwen3", "gemma3_text", "qwen3_5_text") else ():
-        gain = np.full(config.d_head, 1 - names.family.gain_offset, np.float32)
-        name = f"{LAYER}{hybrid}attention.heads.{which}_norm.weight"
-        for i in names.layers(name) if name not in ours else ():
+    kinds = [""] if config.attention_every is None else [f"{kind}." for kind in KINDS]
+    have_gains = kind in ("qwen3", "gemma3_text", "qwen3_5_text")
+    for which, of_kind in itertools.product(("query", "key"), kinds) if have_gains else ():
+        module = f"{of_kind}attention.heads.{which}_norm"
+        if module not in names.family.layer or f"{LAYER}{module}.weight" in ours:
+            continue
+        for i in names.layers(LAYER + module):
+            gain = np.full(config.d_head, 1 - names.family.gain_offset, np.float32)
             yield f"{prefix}.{i}.self_attn.{which[0]}_norm.weight", gain
     for i in range(config.n_layers):
         if kind == "qwen3" and split_options(config.mlp)[0] == "relu2":

@@ -126,9 +126,8 @@ def _parse(name: str, text: str, kind: Any) -> Any:
     """
     # With `from __future__ import annotations`, an annotation is its text.
     kind = {"bool": bool, "int": int, "float": float, "str": str}.get(kind, kind)
-    if get_origin(kind) in (Union, UnionType):  # of one of these, and None
-        kind = next(k for k in get_args(kind) if k is not NoneType)
-    plain = get_args(kind)[0] if hasattr(kind, "__metadata__") else kind
+    kind = _without_none(kind)
+    plain = _without_none(get_args(kind)[0] if hasattr(kind, "__metadata__") else kind)
     require(
         plain in (bool, int, float, str),
         f"{name} must be annotated as bool, int, float or str, to be set by name.",
@@ -142,6 +141,13 @@ def _parse(name: str, text: str, kind: Any) -> Any:
     except (ValueError, KeyError):
         raise UserError(f"{name} must be {plain.__name__}, got {text!r}.") from None
     return check_value(name, value, kind)
+
+
+def _without_none(kind: Any) -> Any:
+    """A type, of an annotation that also takes None."""
+    if get_origin(kind) not in (Union, UnionType):
+        return kind
+    return next(k for k in get_args(kind) if k is not NoneType)
 
 
 def is_custom(value: str) -> bool:

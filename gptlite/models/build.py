@@ -67,6 +67,10 @@ def _full_attention(config, options: AttentionOptions, *, causal=True, key):
     require(right, "The option qk_gain of model.attention needs --model.qk-norm.")
     heads_key, positions_key = jax.random.split(key)
     positions = make_positions(config, positions_key, added=False, causal=causal)
+    if options.theta is not None:
+        is_rotary = isinstance(positions, Rotary)
+        require(is_rotary, "The option theta of model.attention needs --model.positions rotary.")
+        positions = Rotary(dataclasses.replace(positions.options, theta=options.theta))
     return Attention(
         make_heads(config, heads_key, options),
         positions=positions if isinstance(positions, Rotary) else NoPositions(),

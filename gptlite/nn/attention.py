@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import equinox as eqx
 import jax
@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from gptlite.errors import require
-from gptlite.machine.fields import Count, Epsilon, Options
+from gptlite.machine.fields import Between, Count, Epsilon, Options
 from gptlite.nn.cache import KVCache
 from gptlite.nn.context import WHOLE_SEQUENCE, Context, PerSequence
 from gptlite.nn.dot_product import Keys, Queries, attend, causal_mask
@@ -37,6 +37,8 @@ class AttentionOptions(Options):
     """Trained gains of the QK-norm."""
     qk_eps: Epsilon = 1e-6
     """The epsilon of the QK-norm."""
+    theta: Annotated[float | None, Between(1.0, above=True)] = None
+    """Of rotary positions. None: theirs, `RotaryOptions.theta`."""
 
 
 @dataclass(frozen=True, kw_only=True)

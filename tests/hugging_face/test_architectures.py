@@ -94,6 +94,13 @@ IMPORTED = {
         | {"layer_types": ["linear_attention", "full_attention"] * 2 + ["linear_attention"]}
         | {"num_hidden_layers": 5, "linear_conv_kernel_dim": 2, "tie_word_embeddings": True},
     ),
+    "gemma3": (
+        "gemma3_text",
+        SHAPE
+        | GEMMA
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]}
+        | {"num_hidden_layers": 5, "sliding_window": 4},
+    ),
     "gemma3, sliding": (
         "gemma3_text",
         SHAPE | GEMMA | {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4},
@@ -142,6 +149,17 @@ EXPORTED: dict[str, tuple[str, Any]] = {
     "gemma3": (
         "gemma3_text",
         {"mlp": "geglu", "block": "sandwich", "scale_embedding": True, "logit_cap": 4.0},
+    ),
+    "gemma3, two kinds": (
+        "gemma3_text",
+        {
+            "n_layers": 3,
+            "mlp": "geglu",
+            "block": "sandwich",
+            "scale_embedding": True,
+            "attention": "sliding:window=5:theta=50",
+            "attention_every": "2:full",
+        },
     ),
     "gpt2": (
         "gpt2",
@@ -446,8 +464,11 @@ def test_a_scaling_that_gptlite_lacks_is_refused_wherever_it_stands():
         from_hf_config({"model_type": "gemma3_text", **SHAPE, **GEMMA, "rope_parameters": linear})
 
 
+KINDS_READ = ["llama", "mistral", "qwen2", "qwen3", "arcee", "qwen3_5_text", "gemma3_text"]
+
+
 @needs("transformers")
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "arcee", "qwen3_5_text"])
+@pytest.mark.parametrize("kind", KINDS_READ)
 def test_an_absent_field_means_what_it_does_in_transformers(kind):
     from transformers import AutoConfig
 
@@ -464,9 +485,45 @@ def test_an_absent_field_means_what_it_does_in_transformers(kind):
     assert (ours.n_kv_heads or ours.n_heads) == theirs.num_key_value_heads
     assert ours.d_head == (getattr(theirs, "head_dim", None) or 4)
     assert float(split_options(ours.norm)[1].get("eps", 1e-6)) == theirs.rms_norm_eps
-    window = theirs.sliding_window if kind == "mistral" else None
+    window = theirs.sliding_window if kind in ("mistral", "gemma3_text") else None
     assert split_options(ours.attention)[1].get("window") == (str(window) if window else None)
     assert ours.tied_head == theirs.tie_word_embeddings
+
+
+@needs("transformers")
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"sliding_window_pattern": 4, "rope_theta": 5e5, "rope_local_base_freq": 300.0},
+        {"layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 4},
+    ],
+    ids=str,
+)
+def test_the_layers_of_gemma_are_those_of_transformers(fields):
+    from transformers import AutoConfig
+
+    fields = SHAPE | GEMMA | {"num_hidden_layers": 12} | fields
+    ours = from_hf_config({"model_type": "gemma3_text", **fields})
+    theirs: Any = AutoConfig.for_model("gemma3_text", **json.loads(json.dumps(fields)))
+    every, _, full = str(ours.attention_every).partition(":")
+    for i, kind in enumerate(theirs.layer_types):
+        is_nth = (i + 1) % int(every) == 0
+        name, options = split_options(full if is_nth else ours.attention)
+        theta = options.get("theta", split_options(ours.positions)[1].get("theta", 1e4))
+        assert f"{name}_attention" == kind
+        assert float(theta) == theirs.rope_parameters[kind]["rope_theta"]
+        assert options.get("window") == (None if is_nth else str(theirs.sliding_window))
+
+
+def test_layers_of_gemma_that_are_no_pattern_are_refused():
+    fields = {"model_type": "gemma3_text", **SHAPE, **GEMMA, "num_hidden_layers": 4}
+    mixed = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+    with pytest.raises(UserError, match="must be sliding_attention, but for every Nth layer"):
+        from_hf_config(fields | {"layer_types": mixed})
+    scaled = {"full_attention": LLAMA3, "sliding_attention": {"rope_type": "default"}}
+    with pytest.raises(UserError, match="rope_parameters of sliding_attention must be those of"):
+        from_hf_config(fields | {"sliding_window_pattern": 2, "rope_parameters": scaled})
 
 
 def test_fields_that_change_nothing_are_passed_over():
@@ -545,14 +602,15 @@ CHOICES = {
     "block": ["pre", "post", "sandwich", "parallel"],
     "norm": ["rms", "layer", "dyt", "rms:eps=0.001"],
     "attention": [
-        *("full", "sliding", "full:qkv_bias=true"),
+        *("full", "sliding", "full:qkv_bias=true", "gated_deltanet:negative=true"),
+        *("sliding:theta=50",),
         *("sliding:output_bias=true", "full:qk_eps=0.1", "sliding:window=5:qk_gain=true"),
     ],
     "mlp": ["gelu", "relu2", "swiglu", "geglu", "moe"],
     "positions": ["rotary", "learned", "alibi", "none", "rotary:theta=100"],
     "embed_previous": [0, 2],
     "n_kv_heads": [None, 1],
-    "attention_every": [None, None, "2:full", "3:gated:qk_gain=true"],
+    "attention_every": [None, None, "2:full:theta=50", "2:full", "3:gated:qk_gain=true"],
     "head_size": [None, 6],
     "logit_cap": [None, 15.0],
     **{name: [True, False] for name in ("scale_embedding", "qk_norm", "bias", "tied_head")},

@@ -132,10 +132,19 @@ def test_what_is_no_number_and_attention_is_refused(value, words):
         ModelConfig(attention_every=value)
 
 
-def test_the_other_attentions_options_are_checked():
-    config = dataclasses.replace(TINY, n_layers=2, attention_every="2:sliding:window=0")
-    with pytest.raises(UserError, match=r"window in model\.attention_every sliding must be at"):
-        make(config, VOCAB, key=jax.random.key(0))
+@pytest.mark.parametrize(
+    ("attention", "every", "words"),
+    [
+        ("full", "2:sliding:window=0", r"window in model\.attention_every sliding must be at"),
+        ("full", "2:full:qk_gain=true", r"qk_gain of model\.attention_every needs --model.qk-norm"),
+        ("full:qk_gain=true", "2:full", r"qk_gain of model\.attention needs --model.qk-norm"),
+        ("full:window=3", "2:full", r"model\.attention full has no option window"),
+    ],
+)
+def test_the_options_of_both_attentions_are_checked(attention, every, words):
+    changes = {"n_layers": 2, "attention": attention, "attention_every": every, "qk_norm": False}
+    with pytest.raises(UserError, match=words):
+        make(dataclasses.replace(TINY, **changes), VOCAB, key=jax.random.key(0))
 
 
 def test_a_hybrid_that_no_architecture_has_cannot_be_exported():

@@ -29,11 +29,12 @@ KINDS = {
     "delta, documents": {"rows": D_KEY, "write": D_KEY, "documents": True},
     "strong gates": {"rows": D_KEY, "write": 1, "gates": 10.0},
     "weak gates": {"rows": D_KEY, "write": 1, "gates": 0.01},
+    "turned signs": {"rows": 1, "write": 1, "factor": 2.0, "decays": (1e-2, 1e-4)},
     "near 0 and 1": {"rows": D_KEY, "write": 1, "decays": (1e4, 1e-4)},
 }
 
 
-def make(seq, rows, write=0, documents=False, gates=1.0, decays=None, batch=(2,)):
+def make(seq, rows, write=0, documents=False, gates=1.0, decays=None, factor=1.0, batch=(2,)):
     random = np.random.default_rng(seq)
     draw = functools.partial(random.normal, size=(*batch, HEADS, seq, D_KEY))
     key = draw()
@@ -41,7 +42,7 @@ def make(seq, rows, write=0, documents=False, gates=1.0, decays=None, batch=(2,)
     log_decay = -np.log1p(np.exp(gates * draw()))[..., :rows]
     if decays is not None:
         log_decay = -np.where(draw()[..., :rows] > 0, *decays)
-    strength = 1 / (1 + np.exp(-gates * draw()[..., :1]))
+    strength = factor / (1 + np.exp(-gates * draw()[..., :1]))
     # (I - b k kᵀ) diag(a): what is read has decayed.
     read = np.exp(log_decay) * key if write else None
     vector = -strength * key + 0.02 * draw()

@@ -20,9 +20,9 @@ CONFIG = dataclasses.replace(SMALL, n_kv_heads=None)
 HEADS, D = CONFIG.n_heads, CONFIG.d_head
 
 
-def block_of(name: str, dtype: Any = jnp.float64) -> Any:
+def block_of(name: str, dtype: Any = jnp.float64, **options: Any) -> Any:
     """With all parameters at random, so that each has an effect."""
-    block = STATES[name](CONFIG, key=jax.random.key(0))
+    block = STATES[name](CONFIG, **options, key=jax.random.key(0))
     leaves, structure = jax.tree.flatten(block)
     random = np.random.default_rng(1)
     leaves = [jnp.asarray(random.normal(size=leaf.shape) / 3, dtype) for leaf in leaves]
@@ -116,7 +116,7 @@ def gla(p, x):
 def delta(p, x, decay):
     u = convolved(p, np.concatenate(qkv(p, x), -1))
     q, k, v = (heads(a) for a in np.split(u, 3, axis=-1))
-    strength = sigmoid(x @ p.strength.weight.T)
+    strength = sigmoid(x @ p.strength.weight.T) * (2 if p.negative else 1)
     y = run(length_one(q) / D**0.5, length_one(k), v, decay, strength)
     return rms(y, p.norm.weight).reshape(len(x), -1)
 
@@ -186,10 +186,13 @@ FORMULAS = (linear, retention, gla, mamba2, deltanet, gated_deltanet, kda, rwkv7
 REFERENCES = {formula.__name__: formula for formula in FORMULAS}
 
 
-@pytest.mark.parametrize("name", STATES)
-def test_a_layer_is_its_formula_token_by_token(name):
+NEGATIVE = [(name, {"negative": True}) for name in ("deltanet", "gated_deltanet", "kda")]
+
+
+@pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in STATES), *NEGATIVE])
+def test_a_layer_is_its_formula_token_by_token(name, options):
     with jax.enable_x64(True):
-        block = block_of(name)
+        block = block_of(name, **options)
         x = np.random.default_rng(0).normal(size=(2, 3, 45, CONFIG.d_model))
         y, _ = block(jnp.asarray(x))
         in_numpy = jax.tree.map(np.asarray, block)
@@ -266,14 +269,22 @@ SHAPE: dict[str, Any] = {
 }
 
 
+OF_GATED: dict[str, Any] = {"linear_num_value_heads": HEADS, "linear_num_key_heads": HEADS}
+OF_GATED |= {"linear_key_head_dim": D, "linear_value_head_dim": D}
+
+
+def places_of_gated(b):
+    matrices = [b.query, b.key, b.value, b.gate, b.strength, b.decay]
+    rest = [b.log_rate, b.decay_bias, b.norm.weight, b.output.weight]
+    return [*(layer.weight for layer in matrices), b.conv.weights, *rest]
+
+
 @needs("torch", "transformers")
 def test_gated_deltanet_is_qwen3_nexts():
     from transformers import Qwen3NextConfig
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
-    sizes: dict[str, Any] = {"linear_num_value_heads": HEADS, "linear_num_key_heads": HEADS}
-    sizes |= {"linear_key_head_dim": D, "linear_value_head_dim": D}
-    config = Qwen3NextConfig(**(SHAPE | sizes), layer_types=["linear_attention"])
+    config = Qwen3NextConfig(**(SHAPE | OF_GATED), layer_types=["linear_attention"])
 
     def values(p):
         query, key, value, gate = by_head(p["in_proj_qkvz.weight"], 4)
@@ -282,13 +293,30 @@ def test_gated_deltanet_is_qwen3_nexts():
         rest = [p[name] for name in ("A_log", "dt_bias", "norm.weight", "out_proj.weight")]
         return [query, key, value, gate, strength, decay, conv, *rest]
 
-    def places(b):
-        matrices = [b.query, b.key, b.value, b.gate, b.strength, b.decay]
-        rest = [b.log_rate, b.decay_bias, b.norm.weight, b.output.weight]
-        return [*(layer.weight for layer in matrices), b.conv.weights, *rest]
-
     block = block_of("gated_deltanet", jnp.float32)
-    compare_with(Qwen3NextGatedDeltaNet(config, 0), block, (places, values))
+    compare_with(Qwen3NextGatedDeltaNet(config, 0), block, (places_of_gated, values))
+
+
+@needs("torch", "transformers")
+@pytest.mark.parametrize("negative", [False, True])
+def test_gated_deltanet_is_olmo_hybrids(negative):
+    from transformers import OlmoHybridConfig
+    from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridGatedDeltaNet
+
+    fields = SHAPE | OF_GATED | {"linear_allow_neg_eigval": negative}
+    fields |= {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    config = OlmoHybridConfig(**fields)
+    module: Any = OlmoHybridGatedDeltaNet(config, 0)
+    module.o_norm.variance_epsilon = 1e-6  # in place of its 1e-5, which no config sets
+
+    def values(p):
+        names = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
+        conv = tuple(p["conv1d.weight"][:, 0, ::-1].T)
+        rest = [p[name] for name in ("A_log", "dt_bias", "o_norm.weight", "o_proj.weight")]
+        return [*(p[f"{name}.weight"] for name in names), conv, *rest]
+
+    block = block_of("gated_deltanet", jnp.float32, negative=negative)
+    compare_with(module, block, (places_of_gated, values))
 
 
 @needs("torch", "transformers")

@@ -3,6 +3,7 @@
 import abc
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
@@ -28,18 +29,30 @@ class Delta(HeadsState):
     """`S = (I - b_t k_t k_tᵀ) (a_t ⊙ S) + b_t k_t v_tᵀ`, `y_t = Sᵀ q_t`: the value that the state
     has for the key k_t is replaced by its mean with v_t, weighted by b_t, between 0 and 1. Queries,
     keys and values see the last `conv` tokens, and have a SiLU; keys have length 1, queries
-    1 / sqrt(d_key); what is read is normalised."""
+    1 / sqrt(d_key); what is read is normalised.
 
+    With `negative`, b_t is between 0 and 2, so that a token can turn the sign of what the state has
+    for its key (Grazzi et al., 2024, "Unlocking state-tracking in linear RNNs through negative
+    eigenvalues", section 4)."""
+
+    negative: bool = eqx.field(static=True)
     strength: Linear
     norm: RMSNorm
 
     def __init__(
-        self, config: Any, *, conv: ConvolutionSize = 4, key: PRNGKeyArray, **sizes: int | None
+        self,
+        config: Any,
+        *,
+        conv: ConvolutionSize = 4,
+        negative: bool = False,
+        key: PRNGKeyArray,
+        **sizes: int | None,
     ):
         """`sizes`: see `HeadsState`."""
         super_key, strength_key = jax.random.split(key)
         super().__init__(config, conv=conv, key=super_key, **sizes)
         std = config.init_stds[0]
+        self.negative = negative
         self.strength = Linear(config.d_model, self.n_heads, std=std, key=strength_key)
         self.norm = RMSNorm(self.d_value)
 
@@ -65,6 +78,7 @@ class Delta(HeadsState):
         q, k, v = self.split_qkv(silu(u))
         q, k = unit(q) * self.d_key**-0.5, unit(k)
         strength = jax.nn.sigmoid(widen(split_heads(self.strength(x), self.n_heads)))
+        strength = 2 * strength if self.negative else strength
         log_decay = self.log_decay(x)
         return Tokens(
             query=q,
@@ -115,6 +129,7 @@ class GatedDeltaNet(Delta):
         key_size: Count | None = None,
         value_size: Count | None = None,
         conv: ConvolutionSize = 4,
+        negative: bool = False,
         key: PRNGKeyArray,
     ):
         """`heads`: how many states there are, of `key_size` rows and `value_size` columns, by
@@ -127,6 +142,7 @@ class GatedDeltaNet(Delta):
             d_key=key_size,
             d_value=value_size,
             conv=conv,
+            negative=negative,
             key=super_key,
         )
         d, std = self.n_heads * self.d_value, config.init_stds[0]
@@ -157,9 +173,16 @@ class KimiDeltaAttention(Delta):
     decay_bias: Float[Array, " d"]
     gate: LowRank
 
-    def __init__(self, config: Any, *, conv: ConvolutionSize = 4, key: PRNGKeyArray):
+    def __init__(
+        self,
+        config: Any,
+        *,
+        conv: ConvolutionSize = 4,
+        negative: bool = False,
+        key: PRNGKeyArray,
+    ):
         super_key, decay_key, gate_key, rate_key = jax.random.split(key, 4)
-        super().__init__(config, conv=conv, key=super_key)
+        super().__init__(config, conv=conv, negative=negative, key=super_key)
         d, std, rank = self.n_heads * self.d_key, config.init_stds[0], self.d_key
         sizes = (config.d_model, rank, d)
         self.decay = LowRank(*sizes, std=std, bias=False, key=decay_key)

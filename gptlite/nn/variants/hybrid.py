@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -55,7 +56,7 @@ class HybridStack(Stack):
                 )
             except UserError as error:  # which knows its attention as that of a config
                 field = "model.attention_every" if wanted else "model.attention"
-                raise UserError(str(error).replace("model.attention", field)) from error
+                raise UserError(re.sub(r"model\.attention\b", field, str(error))) from error
 
         self.blocks = Kinds(make(kinds[0], False), make(kinds[1], True))
         self.n_layers, self.every, self.scan, self.remat = n_layers, every, scan, remat
