@@ -98,11 +98,11 @@ class ModelConfig:
     """What a token attends to: itself and all earlier tokens (full; gated, with a gate of what
     it reads), or the last 64 including itself (sliding, with the option window). Options of these:
     qkv_bias=true and output_bias=true add biases to these matrices alone; qk_gain=true adds trained
-    gains to qk_norm, and qk_eps=1e-6 is its epsilon; theta is that of rotary positions, here alone
-    (None: as the others). Or a state in place of keys and values (docs/blocks.md): linear,
-    retention, gla, deltanet, gated_deltanet, kda, mamba2 or rwkv7. Their options: conv=4 (delta
-    rules and mamba2), negative=true (delta rules), state=64 and expand=2 (mamba2), rank=32 (rwkv7),
-    heads, key_heads, key_size and value_size (gated_deltanet)."""
+    gains to qk_norm, and qk_eps=1e-6 is its epsilon; theta is that of rotary positions in these
+    layers (None: that of model.positions). Or a state in place of keys and values (docs/blocks.md):
+    linear, retention, gla, deltanet, gated_deltanet, kda, mamba2 or rwkv7. Their options: conv=4
+    (delta rules and mamba2), negative=true (delta rules), state=64 and expand=2 (mamba2), rank=32
+    (rwkv7), heads, key_heads, key_size and value_size (gated_deltanet)."""
 
     attention_every: Annotated[str | None, EveryNth(ATTENTIONS)] = None
     """Another attention in every Nth layer: with 4:full, in layers 4, 8, 12 and so on. Its own

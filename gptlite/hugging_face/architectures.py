@@ -38,7 +38,7 @@ GATED = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh"}
 SYNONYMS = {"gelu_new": "gelu_pytorch_tanh", "swish": "silu"}
 
 # Fields that `transformers` had before version 5, and other programs still read.
-OLD_NAMES = {"rope_theta", "rope_scaling", "rope_local_base_freq"}
+OLD_NAMES = {"rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window_pattern"}
 
 # The size of a model, in any direction.
 MAX_SIZE = 10_000_000
@@ -46,7 +46,7 @@ MAX_SIZE = 10_000_000
 IGNORED = {
     *("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "use_cache"),
     *("initializer_range", "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop"),
-    *("pretraining_tp", "task_specific_params", "max_window_layers"),
+    *("pretraining_tp", "task_specific_params", "max_window_layers", "cache_implementation"),
     *("summary_type", "summary_use_proj", "summary_activation", "summary_first_dropout"),
     *("summary_proj_to_labels", "n_ctx", "reorder_and_upcast_attn", "gradient_checkpointing"),
     *(
@@ -228,9 +228,8 @@ class _Export:
         self.qkv_bias = config.bias or self.attention_options.qkv_bias
         self.output_bias = config.bias or self.attention_options.output_bias
         self.same_bias = self.qkv_bias == self.output_bias
-        # The one that stays, in a refusal.
-        self.known = self.attention if self.attention in ("full", "sliding") else "full"
-        self.unbiased = "--model.no-bias" if config.bias else f"--model.attention {self.known}"
+        no_biases = self.with_attention(qkv_bias=False, output_bias=False)
+        self.unbiased = "--model.no-bias" if config.bias else no_biases
         self.obstacles: list[str] = []
 
     def _part(self, field: str, config: ModelConfig | None = None) -> tuple[str, Any]:
@@ -238,6 +237,13 @@ class _Export:
         config = self.config if config is None else config
         name, _ = split_options(getattr(config, field))
         return name, None if is_custom(name) else find_part(field, config)[1].get("options")
+
+    def with_attention(self, **changes: Any) -> str:
+        """The option for the same attention with such changes; for full attention, if it is one
+        that is refused."""
+        name = self.attention if self.attention in ("full", "sliding") else "full"
+        options = dataclasses.replace(self.attention_options, **changes)
+        return f"--model.attention {with_options(name, options)}"
 
     def need(self, holds: bool, what: str, option: str) -> None:
         if not holds:
@@ -341,6 +347,11 @@ class _Export:
         self.need(
             self.positions == "rotary", f"positions {config.positions}", "--model.positions rotary"
         )
+        self.need(
+            getattr(self.position_options, "share", 1.0) == 1,
+            f"positions {config.positions}",
+            "--model.positions rotary",
+        )
         self.need(config.block in ("pre", "sandwich"), f"block {config.block}", "--model.block pre")
         self.need(
             self.attention in ("full", "sliding"), f"{config.attention}", "--model.attention full"
@@ -348,7 +359,7 @@ class _Export:
         self.need(
             not config.qk_norm or self.attention_options.qk_eps == eps,
             "a QK-norm with an epsilon of its own",
-            f"--model.attention {self.known}:qk_eps={eps}",
+            self.with_attention(qk_eps=eps),
         )
         if self.every:
             self.of_two_kinds()
@@ -364,7 +375,7 @@ class _Export:
             "rope_scaling": scaling if rope.get("rope_type") == "llama3" else None,
             "attention_bias": self.qkv_bias,
         }
-        if config.block == "sandwich":
+        if self.every or config.block == "sandwich":
             return self.gemma3(fields, window)
         self.common(scale=False, cap=False)
         if config.qk_norm:
@@ -409,11 +420,12 @@ class _Export:
     def of_two_kinds(self) -> None:
         """Gemma 3's: sliding attention, and full attention in every Nth layer."""
         block = self.config.block
+        own: dict[str, Any] = vars(self.attention_options) | {"qk_eps": self.eps}
         self.need(block == "sandwich", f"two kinds with block {block}", "--model.block sandwich")
         self.need(
             self.attention == "sliding",
             f"attention {self.config.attention} with another one",
-            f"--model.attention {with_options('sliding', SlidingOptions(qk_eps=self.eps))}",
+            f"--model.attention {with_options('sliding', SlidingOptions(**own))}",
         )
         wanted = AttentionOptions(
             qkv_bias=self.attention_options.qkv_bias,
@@ -423,7 +435,7 @@ class _Export:
             theta=getattr(self.other_options, "theta", None),
         )
         self.need(
-            self.other_options == wanted,
+            split_options(self.other)[0] == "full" and self.other_options == wanted,
             f"attention {self.other} in every Nth layer",
             f"--model.attention-every {self.every}:{with_options('full', wanted)}",
         )
@@ -441,6 +453,11 @@ class _Export:
             self.same_bias and not config.bias, "sandwich norms with these biases", self.unbiased
         )
         self.whole_heads()
+        self.need(
+            window is None or getattr(self.position_options, "factor", 1.0) == 1,
+            "scaled positions with a window",
+            "--model.positions rotary",
+        )
         kind = "full_attention" if window is None else "sliding_attention"
         local = self.rope(self.attention_options)
         fields = {name: x for name, x in fields.items() if name != "hidden_act"}
@@ -449,6 +466,10 @@ class _Export:
             "hidden_activation": GATED["geglu"],
             "query_pre_attn_scalar": config.d_head,
             "layer_types": _layer_types(config.n_layers, self.every, kind),
+            # An N for which every Nth layer is full.
+            "sliding_window_pattern": 1
+            if window is None
+            else int(self.every or config.n_layers + 1),
             "sliding_window": window or config.context_length,
             "rope_parameters": {
                 "full_attention": fields["rope_parameters"],
@@ -808,24 +829,22 @@ class _Import:
         window = self.size("sliding_window") if given else None
         if kind == "mistral":
             return window, None
-        types = self.get("layer_types", kind=list)
-        uses = self.get("use_sliding_window", kind == "gemma3_text", bool)
-        if not uses or window is None or kind in ("llama", "arcee"):
+        types, is_gemma = self.get("layer_types", kind=list), kind == "gemma3_text"
+        uses = is_gemma or (window is not None and self.get("use_sliding_window", False, bool))
+        if not uses or kind in ("llama", "arcee"):
             return None, None
         if types is None:
             first = self.get("max_window_layers", 28, int)
             every = self.size("sliding_window_pattern", 6)
-            is_full = [
-                (i + 1) % every == 0 if kind == "gemma3_text" else i < first
-                for i in range(n_layers)
-            ]
+            is_full = [(i + 1) % every == 0 if is_gemma else i < first for i in range(n_layers)]
             types = ["full_attention" if full else "sliding_attention" for full in is_full]
         if types == ["full_attention"] * n_layers:
             return None, None
+        window = self.size("sliding_window")
         if types == ["sliding_attention"] * n_layers:
             return window, None
         require(
-            kind == "gemma3_text",
+            is_gemma,
             "The model's layer_types differ: gptlite reads two kinds from qwen3_5_text and "
             "gemma3_text only.",
         )
@@ -850,7 +869,7 @@ class _Import:
             full, of_sliding = (of.get(x, {}, dict) for x in kinds)
             of.end()
             full = {"rope_theta": self.get("rope_theta", 1_000_000.0), **full, **scaling}
-            local = self.get("rope_local_base_freq", 10_000.0)
+            local = self.number("rope_local_base_freq", RotaryOptions, "theta", 10_000.0)
             of_sliding = {"rope_theta": local, **of_sliding}
             rope_fields = of_sliding if sliding else full
         else:
@@ -1000,7 +1019,7 @@ def export_arrays(
 def _implied(names: Names, ours: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
     """Parameters that theirs has, and ours does without."""
     config, prefix, kind = names.config, names.family.layers, names.family.model_type
-    kinds = [""] if config.attention_every is None else [f"{kind}." for kind in KINDS]
+    kinds = [""] if config.attention_every is None else [f"{layer}." for layer in KINDS]
     have_gains = kind in ("qwen3", "gemma3_text", "qwen3_5_text")
     for which, of_kind in itertools.product(("query", "key"), kinds) if have_gains else ():
         module = f"{of_kind}attention.heads.{which}_norm"
@@ -1015,7 +1034,9 @@ def _implied(names: Names, ours: Mapping[str, np.ndarray]) -> Iterator[tuple[str
         if kind == "gpt2" and not config.bias:
             d, d_ff = config.d_model, config.d_hidden
             sizes = {"ln_1": d, "ln_2": d, "attn.c_attn": 3 * d, "attn.c_proj": d}
+            have = {x for y, x in names.family.layer.items() if f"{LAYER}{y}.bias" in ours}
             for module, size in (sizes | {"mlp.c_fc": d_ff, "mlp.c_proj": d}).items():
-                yield f"{prefix}.{i}.{module}.bias", np.zeros(size, np.float32)
+                if module not in have:
+                    yield f"{prefix}.{i}.{module}.bias", np.zeros(size, np.float32)
     if kind == "gpt2" and not config.bias:
         yield "transformer.ln_f.bias", np.zeros(config.d_model, np.float32)

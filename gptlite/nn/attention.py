@@ -38,7 +38,7 @@ class AttentionOptions(Options):
     qk_eps: Epsilon = 1e-6
     """The epsilon of the QK-norm."""
     theta: Annotated[float | None, Between(1.0, above=True)] = None
-    """Of rotary positions. None: theirs, `RotaryOptions.theta`."""
+    """Of rotary positions. None: that of `model.positions`."""
 
 
 @dataclass(frozen=True, kw_only=True)

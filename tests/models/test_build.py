@@ -16,6 +16,7 @@ from gptlite.config import ModelConfig
 from gptlite.errors import UserError
 from gptlite.machine.names import BlockNames, split_options, with_options
 from gptlite.models.build import TABLES, find_part, make_part
+from gptlite.nn.variants.rotary_options import RotaryOptions
 
 
 def helps() -> dict[str, str]:
@@ -74,6 +75,15 @@ def test_options_are_written_as_they_are_read(field, text, changes):
     options = find_part(field, config)[1]["options"]
     assert options == dataclasses.replace(type(options)(), **changes)
     assert with_options(split_options(text)[0], options) == text
+
+
+def test_theta_of_attention_is_for_rotary_positions_alone():
+    config = dataclasses.replace(TINY, attention="sliding:theta=50", positions="rotary:share=0.5")
+    positions = make_part("attention", config, jax.random.key(0)).positions
+    assert positions.options == RotaryOptions(theta=50.0, share=0.5)
+    config = dataclasses.replace(config, positions="alibi")
+    with pytest.raises(UserError, match=r"theta of model\.attention needs --model.positions rot"):
+        make_part("attention", config, jax.random.key(0))
 
 
 class Itself(eqx.Module):
