@@ -38,7 +38,10 @@ GATED = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh"}
 SYNONYMS = {"gelu_new": "gelu_pytorch_tanh", "swish": "silu"}
 
 # Fields that `transformers` had before version 5, and other programs still read.
-OLD_NAMES = {"rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window_pattern"}
+OLD_NAMES = {
+    *("rope_theta", "rope_scaling", "rope_local_base_freq"),
+    *("sliding_window_pattern", "full_attention_interval", "max_window_layers"),
+}
 
 # The size of a model, in any direction.
 MAX_SIZE = 10_000_000
@@ -228,9 +231,11 @@ class _Export:
         self.qkv_bias = config.bias or self.attention_options.qkv_bias
         self.output_bias = config.bias or self.attention_options.output_bias
         self.same_bias = self.qkv_bias == self.output_bias
-        no_biases = self.with_attention(qkv_bias=False, output_bias=False)
-        self.unbiased = "--model.no-bias" if config.bias else no_biases
         self.obstacles: list[str] = []
+        # Those of attention, and the one without them.
+        self.of_attention: list[str] = []
+        self.wanted = self.attention if self.attention in ("full", "sliding") else "full"
+        self.changes: dict[str, Any] = {}
 
     def _part(self, field: str, config: ModelConfig | None = None) -> tuple[str, Any]:
         """The name of the part `config.FIELD`, and its options; None if it has none."""
@@ -238,16 +243,38 @@ class _Export:
         name, _ = split_options(getattr(config, field))
         return name, None if is_custom(name) else find_part(field, config)[1].get("options")
 
-    def with_attention(self, **changes: Any) -> str:
-        """The option for the same attention with such changes; for full attention, if it is one
-        that is refused."""
-        name = self.attention if self.attention in ("full", "sliding") else "full"
-        options = dataclasses.replace(self.attention_options, **changes)
-        return f"--model.attention {with_options(name, options)}"
-
     def need(self, holds: bool, what: str, option: str) -> None:
         if not holds:
             self.obstacles.append(f"{what} ({option})")
+
+    def need_attention(self, holds: bool, what: str, name: str = "", **changes: Any) -> None:
+        """`need`, with the option for the attention of that name, and with such changes."""
+        if not holds:
+            self.of_attention.append(what)
+            self.wanted = name or self.wanted
+            self.changes |= changes
+
+    def need_unbiased(self, holds: bool, what: str) -> None:
+        """`need`, with the option for no biases."""
+        if self.config.bias:
+            self.need(holds, what, "--model.no-bias")
+        else:
+            self.need_attention(holds, what, qkv_bias=False, output_bias=False)
+
+    def wanted_attention(self) -> str:
+        """What `need_attention` was told, as an option."""
+        kind = SlidingOptions if self.wanted == "sliding" else AttentionOptions
+        names = {option.name for option in dataclasses.fields(kind)}
+        given: dict[str, Any] = vars(self.attention_options) | self.changes
+        options = kind(**{name: x for name, x in given.items() if name in names})
+        return f"--model.attention {with_options(self.wanted, options)}"
+
+    def positions_with(self, **changes: Any) -> str:
+        """The option for rotary positions with such changes."""
+        options = self.position_options
+        options = options if isinstance(options, RotaryOptions) else RotaryOptions()
+        options = dataclasses.replace(options, **changes)
+        return f"--model.positions {with_options('rotary', options)}"
 
     def fields(self, vocab_size: int) -> dict[str, Any]:
         config = self.config
@@ -261,6 +288,7 @@ class _Export:
             fields = self.qwen3_5()
         else:
             fields = self.gpt2() if is_gpt2 else self.llama()
+        self.need(not self.of_attention, "; ".join(self.of_attention), self.wanted_attention())
         require(
             not self.obstacles,
             "No architecture of Hugging Face's transformers has: "
@@ -291,9 +319,7 @@ class _Export:
             f"LayerNorm with {config.positions} positions",
             "--model.positions learned, or --model.norm rms",
         )
-        self.need(
-            self.attention == "full", f"GPT-2 with {config.attention}", "--model.attention full"
-        )
+        self.need_attention(self.attention == "full", f"GPT-2 with {config.attention}", "full")
         self.need(
             not self.every, "GPT-2 with layers of two kinds", "without --model.attention-every"
         )
@@ -350,21 +376,22 @@ class _Export:
         self.need(
             getattr(self.position_options, "share", 1.0) == 1,
             f"positions {config.positions}",
-            "--model.positions rotary",
+            self.positions_with(share=1.0),
         )
-        self.need(config.block in ("pre", "sandwich"), f"block {config.block}", "--model.block pre")
-        self.need(
-            self.attention in ("full", "sliding"), f"{config.attention}", "--model.attention full"
-        )
-        self.need(
+        self.need_attention(self.attention in ("full", "sliding"), f"{config.attention}")
+        self.need_attention(
             not config.qk_norm or self.attention_options.qk_eps == eps,
             "a QK-norm with an epsilon of its own",
-            self.with_attention(qk_eps=eps),
+            qk_eps=eps,
         )
         if self.every:
             self.of_two_kinds()
+        else:
+            of_these = config.block in ("pre", "sandwich")
+            self.need(of_these, f"block {config.block}", "--model.block pre")
         activation = ACTIVATIONS.get(self.mlp) or GATED.get(self.mlp)
-        self.need(activation is not None, f"mlp {config.mlp}", "--model.mlp swiglu")
+        is_gemma = self.every != "" or config.block == "sandwich"
+        self.need(is_gemma or activation is not None, f"mlp {config.mlp}", "--model.mlp swiglu")
         gated = self.mlp in GATED
         rope = self.rope(self.other_options)
         scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
@@ -375,19 +402,17 @@ class _Export:
             "rope_scaling": scaling if rope.get("rope_type") == "llama3" else None,
             "attention_bias": self.qkv_bias,
         }
-        if self.every or config.block == "sandwich":
+        if is_gemma:
             return self.gemma3(fields, window)
         self.common(scale=False, cap=False)
         if config.qk_norm:
+            self.need_unbiased(self.same_bias and not config.bias, "QK-norm with these biases")
             self.need(
-                self.same_bias and not config.bias, "QK-norm with these biases", self.unbiased
-            )
-            self.need(
-                gated or self.mlp == "relu2",
+                gated or activation is None or self.mlp == "relu2",
                 f"QK-norm with mlp {config.mlp}",
                 "--model.mlp relu2, or --model.no-qk-norm",
             )
-            sliding = {"use_sliding_window": True, "sliding_window": window}
+            sliding = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
             kind = "full_attention" if window is None else "sliding_attention"
             fields |= {} if window is None else sliding
             # relu(x) · x is relu²(x): the gate is a copy of the other matrix.
@@ -395,8 +420,8 @@ class _Export:
             return fields | {"model_type": "qwen3", "layer_types": [kind] * config.n_layers}
         if not gated:
             self.whole_heads()
-            self.need(window is None, "a window without a gated MLP", "--model.attention full")
-            self.need(self.same_bias, "biases of some matrices without a gated MLP", self.unbiased)
+            self.need_attention(window is None, "a window without a gated MLP", "full")
+            self.need_unbiased(self.same_bias, "biases of some matrices without a gated MLP")
             return fields | {"model_type": "arcee", "mlp_bias": config.bias}
         if self.qkv_bias and not self.output_bias:
             self.need(
@@ -404,14 +429,12 @@ class _Export:
                 "biases of queries, keys and values with a head size",
                 "without --model.head-size",
             )
-            self.need(
-                window is None, "a window with biases", "--model.attention full:qkv_bias=true"
-            )
+            self.need_attention(window is None, "a window with biases", "full")
             del fields["attention_bias"], fields["head_dim"]
             return fields | {"model_type": "qwen2", "use_sliding_window": False}
-        self.need(self.same_bias, "a bias of the output matrix alone", self.unbiased)
+        self.need_unbiased(self.same_bias, "a bias of the output matrix alone")
         if window is not None:
-            self.need(not self.qkv_bias, "a window with biases", self.unbiased)
+            self.need_unbiased(not self.qkv_bias, "a window with biases")
             del fields["attention_bias"]
             return fields | {"model_type": "mistral", "sliding_window": window}
         self.whole_heads()
@@ -420,13 +443,9 @@ class _Export:
     def of_two_kinds(self) -> None:
         """Gemma 3's: sliding attention, and full attention in every Nth layer."""
         block = self.config.block
-        own: dict[str, Any] = vars(self.attention_options) | {"qk_eps": self.eps}
         self.need(block == "sandwich", f"two kinds with block {block}", "--model.block sandwich")
-        self.need(
-            self.attention == "sliding",
-            f"attention {self.config.attention} with another one",
-            f"--model.attention {with_options('sliding', SlidingOptions(**own))}",
-        )
+        what = f"attention {self.config.attention} with another one"
+        self.need_attention(self.attention == "sliding", what, "sliding", qk_eps=self.eps)
         wanted = AttentionOptions(
             qkv_bias=self.attention_options.qkv_bias,
             output_bias=self.attention_options.output_bias,
@@ -449,14 +468,13 @@ class _Export:
             "sandwich norms without scaled embeddings",
             "--model.scale-embedding",
         )
-        self.need(
-            self.same_bias and not config.bias, "sandwich norms with these biases", self.unbiased
-        )
+        self.need_unbiased(self.same_bias and not config.bias, "sandwich norms with these biases")
         self.whole_heads()
+        # Before version 5, the window's were not scaled.
         self.need(
             window is None or getattr(self.position_options, "factor", 1.0) == 1,
-            "scaled positions with a window",
-            "--model.positions rotary",
+            "in all its versions, scaled positions with a window",
+            self.positions_with(factor=1.0),
         )
         kind = "full_attention" if window is None else "sliding_attention"
         local = self.rope(self.attention_options)
@@ -492,7 +510,7 @@ class _Export:
         self.need(
             split_options(self.other)[0] == "gated" and options == wanted,
             f"attention {self.other} in every Nth layer",
-            f"--model.attention-every {self.every}:gated",
+            f"--model.attention-every {self.every}:{with_options('gated', wanted)}",
         )
         self.need(config.qk_norm, "these layers without QK-norm", "--model.qk-norm")
         self.need(config.norm == "rms", f"norm {config.norm} in these", "--model.norm rms")
@@ -500,17 +518,18 @@ class _Export:
         self.need(self.mlp == "swiglu", f"mlp {config.mlp} in these", "--model.mlp swiglu")
         self.need(not config.bias, "biases in these", "--model.no-bias")
         plain = RotaryOptions(
-            theta=getattr(rotary, "theta", 2.0), share=getattr(rotary, "share", 1.0)
+            theta=getattr(rotary, "theta", RotaryOptions.theta), share=getattr(rotary, "share", 1.0)
         )
-        self.need(rotary == plain, f"positions {config.positions}", "--model.positions rotary")
+        option = f"--model.positions {with_options('rotary', plain)}"
+        self.need(rotary == plain, f"positions {config.positions}", option)
         self.common(scale=False, cap=False)
-        texts = split_options(config.attention)[1]
+        sizes = {} if is_custom(self.attention) else find_part("attention", config)[1]
+        kept = (f"{name}={x}" for name, x in sizes.items() if name != "negative")
         self.need(
-            texts.get("negative", "false").lower() == "false",
+            self.attention != "gated_deltanet" or not sizes.get("negative"),
             "strengths between 0 and 2",
-            "--model.attention gated_deltanet, without negative=true",
+            f"--model.attention {':'.join(['gated_deltanet', *kept])}",
         )
-        sizes = {name: int(text) for name, text in texts.items() if text.isdigit()}
         heads = sizes.get("heads", config.n_heads)
         return self.sizes() | {
             "model_type": "qwen3_5_text",
@@ -527,6 +546,7 @@ class _Export:
             "linear_value_head_dim": sizes.get("value_size", config.d_head),
             "linear_conv_kernel_dim": sizes.get("conv", 4),
             "layer_types": _layer_types(config.n_layers, self.every, "linear_attention"),
+            "full_attention_interval": int(self.every),
         }
 
     def whole_heads(self) -> None:
@@ -830,8 +850,8 @@ class _Import:
         if kind == "mistral":
             return window, None
         types, is_gemma = self.get("layer_types", kind=list), kind == "gemma3_text"
-        uses = is_gemma or (window is not None and self.get("use_sliding_window", False, bool))
-        if not uses or kind in ("llama", "arcee"):
+        uses = self.get("use_sliding_window", False, bool) and window is not None
+        if kind in ("llama", "arcee") or not (is_gemma or uses):
             return None, None
         if types is None:
             first = self.get("max_window_layers", 28, int)
@@ -840,7 +860,7 @@ class _Import:
             types = ["full_attention" if full else "sliding_attention" for full in is_full]
         if types == ["full_attention"] * n_layers:
             return None, None
-        window = self.size("sliding_window")
+        window = self.size("sliding_window")  # raises, if Gemma's is null
         if types == ["sliding_attention"] * n_layers:
             return window, None
         require(
