@@ -232,7 +232,7 @@ class _Export:
         self.output_bias = config.bias or self.attention_options.output_bias
         self.same_bias = self.qkv_bias == self.output_bias
         self.obstacles: list[str] = []
-        # Those of attention, and the one without them.
+        # The obstacles in attention; the name and the changed options of one without them.
         self.of_attention: list[str] = []
         self.wanted = self.attention if self.attention in ("full", "sliding") else "full"
         self.changes: dict[str, Any] = {}
@@ -470,7 +470,7 @@ class _Export:
         )
         self.need_unbiased(self.same_bias and not config.bias, "sandwich norms with these biases")
         self.whole_heads()
-        # Before version 5, the window's were not scaled.
+        # Before version 5, positions of layers with a window were not scaled.
         self.need(
             window is None or getattr(self.position_options, "factor", 1.0) == 1,
             "in all its versions, scaled positions with a window",
@@ -484,7 +484,7 @@ class _Export:
             "hidden_activation": GATED["geglu"],
             "query_pre_attn_scalar": config.d_head,
             "layer_types": _layer_types(config.n_layers, self.every, kind),
-            # An N for which every Nth layer is full.
+            # N, where every Nth layer is full: 1 for all, more than there are for none.
             "sliding_window_pattern": 1
             if window is None
             else int(self.every or config.n_layers + 1),

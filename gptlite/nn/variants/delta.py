@@ -33,7 +33,7 @@ class Delta(HeadsState):
 
     With `negative`, b_t is between 0 and 2, so that a token can turn the sign of what the state has
     for its key (Grazzi et al., 2024, "Unlocking state-tracking in linear RNNs through negative
-    eigenvalues", section 4)."""
+    eigenvalues")."""
 
     negative: bool = eqx.field(static=True)
     strength: Linear
