@@ -152,24 +152,56 @@ def test_a_vector_with_one_channel_is_no_number():
     [
         (
             {"log_decay": jnp.zeros((2, HEADS, 9))},
-            "log_decay must have 4 axes, .* seq, 9, and 1 or",
+            r"log_decay must be \[2, 2, 9, 1 or 8\] for a state of \[2, 2, 8, 6\], or 1 in place",
         ),
         (
             {"log_decay": jnp.zeros((2, HEADS, 9, 3))},
-            r"log_decay must .*, and 1 or 8, got .* 9, 3\]",
+            r"log_decay must .*, 1 or 8\] for .*, got \[2, 2, 9, 3\]",
         ),
-        ({"key": jnp.zeros((2, HEADS, 1, D_KEY))}, "key must have 4 axes"),
-        ({"value": jnp.zeros((2, HEADS, 9, 2))}, "value must .*, and 6, got"),
+        ({"key": jnp.zeros((2, HEADS, 1, D_KEY))}, r"key must be \[2, 2, 9, 8\] for"),
+        ({"key": jnp.zeros((3, HEADS, 9, D_KEY))}, r"key must be \[2, 2, 9, 8\] for"),
+        ({"value": jnp.zeros((2, HEADS, 9, 2))}, r"value must be \[2, 2, 9, 6\] for"),
+        ({"begins": jnp.zeros(9, bool)}, r"begins must be \[2, 2, 9\] for .* got \[9\]"),
+        ({"is_real": jnp.zeros((2, HEADS, 1), bool)}, "is_real must be .* got"),
         ({"strength": None}, "read needs either write or strength"),
         ({"read": None}, "read needs either"),
         ({"write": jnp.zeros((2, HEADS, 9, D_KEY))}, "read needs either"),
-        ({"query": jnp.zeros((2, HEADS, 9, 3))}, "query must be as wide as d_key, 8, got 3"),
+        ({"query": jnp.zeros((2, HEADS, 9, 3))}, r"query must be \[2, 2, 9, 8\] for"),
     ],
 )
 def test_arrays_that_do_not_fit_are_named(change, words):
     tokens, state = cast(make(9, 1, 1), "float32")
     with pytest.raises(UserError, match=words):
         linear_recurrence(tokens._replace(**change), state)
+
+
+def test_a_state_that_does_not_fit_is_named():
+    tokens, state = cast(make(9, 1, 1), "float32")
+    with pytest.raises(UserError, match=r"query must be \[1, 2, 9, 8\] for a state of"):
+        linear_recurrence(tokens, state[:1])
+
+
+@pytest.mark.parametrize("kind", ["retention", "gated", "delta", "delta, documents"])
+def test_an_array_may_be_for_all_rows_and_heads(kind):
+    """Each of them by itself, and all others."""
+    tokens, state = cast(make(9, **KINDS[kind]), "float32")
+    names = [name for name, array in tokens._asdict().items() if array is not None]
+    for few in [[name] for name in names] + [[n for n in names if n != x] for x in names]:
+        some = {name: getattr(tokens, name)[:1, :1] for name in few}
+        whole = {name: jnp.broadcast_to(a, (2, HEADS, *a.shape[2:])) for name, a in some.items()}
+        got = linear_recurrence(tokens._replace(**some), state)
+        wanted = token_by_token(tokens._replace(**whole), state)
+        assert [a.shape for a in got] == [a.shape for a in wanted]
+        assert max(error(*pair) for pair in zip(got, wanted, strict=True)) < 1e-5, few
+
+
+@pytest.mark.parametrize("kind", ["retention", "delta, documents"])
+@pytest.mark.parametrize(("batch", "seq"), [(0, 9), (2, 0)])
+def test_nothing_gives_nothing(kind, batch, seq):
+    tokens, state = cast(make(seq, **KINDS[kind], batch=(batch,)), "float32")
+    y, last = linear_recurrence(tokens, state)
+    assert y.shape == tokens.value.shape
+    assert jnp.array_equal(last, state)
 
 
 @pytest.mark.parametrize("kind", ["gated", "delta, documents"])

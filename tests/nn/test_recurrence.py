@@ -128,13 +128,19 @@ class NoTokens(Counts):
         return x, 3.0
 
 
+class Nothing(Counts):
+    def before(self, x):
+        return None
+
+
 @pytest.mark.parametrize(
     ("block", "words"),
     [
         (WholeNumber, "must return a state in int32, as init_state does, got float32"),
         (Narrow, "Narrow.step must return a state in float32, as init_state does, got bfloat16"),
         (Short, rf"Short.step must return an output \[d_model\], \[{D}\], got \[{D - 1}\]"),
-        (NoTokens, r"NoTokens.before must return arrays .* got one of \[\]"),
+        (NoTokens, r"NoTokens.before must return arrays .* got \[1, 4, \d+\], \[\]"),
+        (Nothing, r"Nothing.before must return arrays .* got none"),
         (NoState, r"NoState.step must return \(state, y\)"),
         (
             AnotherState,

@@ -91,25 +91,25 @@ def linear_recurrence(
 
 
 def _check(tokens: Tokens, state: State) -> None:
-    axes = tokens.query.ndim
-    seq, d_key = tokens.query.shape[-2:]
-    d_value = state.shape[-1]
-    wanted = dict.fromkeys(("query", "key", "read", "write"), (d_key,)) | {
+    *batch, d_key, d_value = state.shape
+    seq = tokens.query.shape[-2]
+    last = dict.fromkeys(("query", "key", "read", "write"), (d_key,)) | {
         "value": (d_value,),
         "log_decay": (1, d_key),
         "strength": (1,),
+        "begins": (),
+        "is_real": (),
     }
-    require(
-        d_key == state.shape[-2],
-        f"Of Tokens, query must be as wide as d_key, {state.shape[-2]}, got {d_key}.",
-    )
-    for name, widths in wanted.items():
-        array = getattr(tokens, name)
-        shape = (*(1,) * (axes - 2), seq, widths[0]) if array is None else jnp.shape(array)
+    for name, widths in last.items():
+        if (array := getattr(tokens, name)) is None:
+            continue
+        leading, rest = array.shape[: len(batch)], array.shape[len(batch) :]
+        width = [" or ".join(map(str, widths))] if widths else []
         require(
-            len(shape) == axes and shape[-2] == seq and shape[-1] in widths,
-            f"Of Tokens, {name} must have {axes} axes, as query has, the last of them seq, {seq}, "
-            f"and {' or '.join(map(str, widths))}, got {list(shape)}.",
+            all(n in (1, size) for n, size in zip(leading, batch, strict=False))
+            and rest in ([(seq, width) for width in widths] or [(seq,)]),
+            f"Of Tokens, {name} must be [{', '.join(map(str, [*batch, seq, *width]))}] for a state "
+            f"of {list(state.shape)}, or 1 in place of a leading size, got {list(array.shape)}.",
         )
     changes = [a is not None for a in (tokens.write, tokens.strength)]
     require(
@@ -196,12 +196,13 @@ def in_chunks(
     between = jax.tree.map(lambda a: jnp.moveaxis(a, axis, 0), (whole, leaves, turn))
     state, states = lax.scan(pass_on, state, between)
     y += from_start @ jnp.moveaxis(states, 0, axis)
-    return y.reshape(*y.shape[:-3], -1, y.shape[-1])[..., :seq, :], state
+    *batch, count, _, d_value = y.shape
+    return y.reshape(*batch, count * size, d_value)[..., :seq, :], state
 
 
 def _scores(
     rows: list[Array], columns: list[Array], log_decay: Float[Array, "*chunks size rows"]
-) -> tuple[list[list[Float[Array, "*chunks size size"]]], Array, Array]:
+) -> tuple[list[list[Float[Array, "... size size"]]], Array, Array]:
     """For each of `rows` and each of `columns`, `[*chunks, size, d_key]`:
     `row_iᵀ (A_{i-1,j} ⊙ column_j)`, and 0 where j is not before i. And the sums of `log_decay` over
     the tokens before each one, and after each one."""
@@ -217,7 +218,7 @@ def _scores(
     # border is passed: the decay is the product of those before it and those after it.
     total = log_decay[..., None, :]
     before = after = jnp.zeros_like(total)
-    scores = [[jnp.zeros((*total.shape[:-1], 1), total.dtype) for _ in columns] for _ in rows]
+    scores = [[_zero_scores(row, column, log_decay) for column in columns] for row in rows]
     while (half := before.shape[-2]) < size:
         totals, befores, afters = _pair(total), _pair(before), _pair(after)
         late = [jnp.exp(befores[1]) * _pair(_blocks(row, half))[1] for row in rows]
@@ -234,6 +235,12 @@ def _scores(
         after = jnp.concatenate([afters[0] + totals[1], afters[1]], axis=-2)
     scores = [[score[..., 0, :, :] for score in of_row] for of_row in scores]
     return scores, before[..., 0, :, :], after[..., 0, :, :]
+
+
+def _zero_scores(*arrays: Float[Array, "..."]) -> Float[Array, "*chunks size 1 1"]:
+    """Of each token with itself."""
+    shape = jnp.broadcast_shapes(*(a.shape[:-1] for a in arrays))
+    return jnp.zeros((*shape, 1, 1), arrays[-1].dtype)
 
 
 @jax.custom_jvp
@@ -273,7 +280,8 @@ def _t(x: Array) -> Array:
 
 
 def _blocks(x: Float[Array, "*chunks size d"], size: int) -> Float[Array, "*chunks blocks _ d"]:
-    return x.reshape(*x.shape[:-2], -1, size, x.shape[-1])
+    *chunks, tokens, d = x.shape
+    return x.reshape(*chunks, tokens // size, size, d)
 
 
 def _pair(x: Float[Array, "*chunks blocks size d"]) -> tuple[Array, Array]:

@@ -201,8 +201,8 @@ class HeadsState(MatrixState):
         self.d_key, self.d_value = d_key or config.d_head, d_value or config.d_head
         require(
             self.n_heads % self.n_key_heads == 0,
-            f"The heads of a state must be a multiple of those of its keys, got {self.n_heads} and "
-            f"{self.n_key_heads}.",
+            "The heads of a state must be a multiple of those of its keys (key_heads), got "
+            f"{self.n_heads} and {self.n_key_heads}.",
         )
         std, output_std = config.init_stds
         conv_key, output_key, *keys = jax.random.split(key, 5)
@@ -283,7 +283,8 @@ def split_heads(x: Float[Array, "*batch seq d"], n_heads: int) -> Float[Array, "
 def join_heads(y: Float[Array, "*batch h seq d"]) -> Float[Array, "*batch seq _"]:
     """The heads' channels side by side."""
     y = swap_heads(constrain(y, "batch", "heads", None, None))
-    return y.reshape(*y.shape[:-2], -1)
+    *leading, n_heads, d = y.shape
+    return y.reshape(*leading, n_heads * d)
 
 
 def unit(x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:

@@ -59,12 +59,12 @@ class Recurrence(eqx.Module):
         """The output, and the state after `x` (None without a cache)."""
         *batch, seq, _ = x.shape
         inputs = self.before(x)
-        for leaf in jax.tree.leaves(inputs):
-            require(
-                jnp.shape(leaf)[: x.ndim - 1] == x.shape[:-1],
-                f"{type(self).__name__}.before must return arrays [*batch, seq, ...] for an input "
-                f"of {list(x.shape)}, got one of {list(jnp.shape(leaf))}.",
-            )
+        shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(inputs)]
+        require(
+            shapes != [] and all(shape[: x.ndim - 1] == x.shape[:-1] for shape in shapes),
+            f"{type(self).__name__}.before must return arrays [*batch, seq, ...] for an input of "
+            f"{list(x.shape)}, got {', '.join(str(list(shape)) for shape in shapes) or 'none'}.",
+        )
         first = self.init_cache(tuple(batch), seq, x.dtype)
         flags = real_and_begins(context, x.shape[:-1])
         step = functools.partial(self._checked_step, x.shape[-1], x.dtype)
@@ -108,7 +108,7 @@ class Recurrence(eqx.Module):
             )
             return a.astype(old.dtype)
 
-        return jax.tree.map(kept, out[0], state), out[1]
+        return jax.tree.map(kept, out[0], state), jnp.asarray(out[1])
 
 
 def real_and_begins(
