@@ -153,7 +153,7 @@ def test_a_block_has_options_of_its_own(file):
             "balance_loss in model.mlp moe must be .*, got nan",
         ),
         ({"mlp": "relu:n_experts=5"}, "model.mlp relu has no option n_experts: it has no options"),
-        ({"attention": "full:qkv_bias=2"}, "qkv_bias .* must be bool, got '2'"),
+        ({"attention": "full:qkv_bias=2"}, "qkv_bias .* must be true or false, got '2'"),
     ],
     ids=str,
 )

@@ -43,7 +43,8 @@ class BlockNames(Rule):
         custom = ", or FILE.py:CLASS for a custom block" if self.custom else ""
         require(
             block in self.names or (self.custom and is_custom(block)),
-            f"{name} must be one of {', '.join(self.names)}{custom}, got {value!r}.",
+            f"{name} must be one of {', '.join(self.names)}{custom}, got {value!r}."
+            f"{_hint(block, self.names)}",
         )
 
     @staticmethod
@@ -67,8 +68,15 @@ class EveryNth(Rule):
             re.fullmatch(r"[2-9]|[1-9]\d{1,2}", number) is not None
             and split_options(block)[0] in self.names,
             f"{name} must be a number from 2 to 999, and one of {', '.join(self.names)}, as in "
-            f"4:full, got {value!r}. (Only model.attention takes a custom block.)",
+            f"4:full, got {value!r}. (Only model.attention takes a custom block.)"
+            f"{_hint(split_options(block)[0], self.names)}",
         )
+
+
+def _hint(block: str, names: tuple[str, ...]) -> str:
+    """For a block with what is no option."""
+    first, colon, _ = block.partition(":")
+    return " An option is written :NAME=VALUE." if colon and first in names else ""
 
 
 def check_every(value: str | None, n_layers: int) -> None:
@@ -83,9 +91,14 @@ def check_every(value: str | None, n_layers: int) -> None:
 
 def split_options(value: BlockChoice) -> tuple[str, Mapping[str, str]]:
     """A block and its own options: of `moe:n_experts=8:balance_loss=0.1`, `moe` and a dict of two
-    strings; of `FILE.py:CLASS:rank=4`, `FILE.py:CLASS` and a dict of one."""
+    strings; of `FILE.py:CLASS:rank=4`, `FILE.py:CLASS` and a dict of one.
+
+    **Raises:** `UserError` if an option is there twice.
+    """
     name, *options = re.split(r":(?=\w+=)", str(value))
-    return name, dict(option.split("=", 1) for option in options)
+    pairs = dict(option.split("=", 1) for option in options)
+    require(len(pairs) == len(options), f"{str(value)!r} has an option twice.")
+    return name, pairs
 
 
 def with_options(name: str, options: Any) -> str:
@@ -139,7 +152,8 @@ def _parse(name: str, text: str, kind: Any) -> Any:
         elif plain in (int, float):
             value = plain(text)
     except (ValueError, KeyError):
-        raise UserError(f"{name} must be {plain.__name__}, got {text!r}.") from None
+        wanted = "true or false" if plain is bool else plain.__name__
+        raise UserError(f"{name} must be {wanted}, got {text!r}.") from None
     return check_value(name, value, kind)
 
 

@@ -149,6 +149,10 @@ def test_gpt2s_initialisation_is_gpt2s():
         ({"logit_cap": 0.0}, "logit_cap must be above 0.0, got 0.0"),
         ({"d_model": 16.0}, r"d_model must be int, got 16\.0"),
         ({"bias": 1}, "bias must be bool, got 1"),
+        ({"attention": "kda:conv=2:conv=3"}, "'kda:conv=2:conv=3' has an option twice"),
+        ({"attention": "kda:conv"}, "got 'kda:conv'. An option is written :NAME=VALUE"),
+        ({"mlp": "moe:"}, "got 'moe:'. An option is written :NAME=VALUE"),
+        ({"attention_every": "2:kda:conv"}, "An option is written :NAME=VALUE"),
     ],
 )
 def test_a_shape_that_cannot_be_is_refused_with_a_sentence(changes, words):
