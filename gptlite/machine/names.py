@@ -75,8 +75,9 @@ class EveryNth(Rule):
 
 def _hint(block: str, names: tuple[str, ...]) -> str:
     """For a block with what is no option."""
-    first, colon, _ = block.partition(":")
-    return " An option is written :NAME=VALUE." if colon and first in names else ""
+    first, _, _ = block.rpartition(":")
+    known = first in names or is_custom(first)
+    return " An option is written :NAME=VALUE." if known else ""
 
 
 def check_every(value: str | None, n_layers: int) -> None:
@@ -96,8 +97,10 @@ def split_options(value: BlockChoice) -> tuple[str, Mapping[str, str]]:
     **Raises:** `UserError` if an option is there twice.
     """
     name, *options = re.split(r":(?=\w+=)", str(value))
-    pairs = dict(option.split("=", 1) for option in options)
-    require(len(pairs) == len(options), f"{str(value)!r} has an option twice.")
+    pairs: dict[str, str] = {}
+    for option, _, text in (option.partition("=") for option in options):
+        require(option not in pairs, f"{str(value)[:100]!r} has the option {option} twice.")
+        pairs[option] = text
     return name, pairs
 
 

@@ -97,7 +97,10 @@ def check(
 def _load(name: str, custom: tuple[str, ...]) -> tuple[type, dict[str, Any]]:
     """A class, and its options."""
     class_name, texts = split_options(name)
-    require(is_custom(class_name), f"A block is named as FILE.py:CLASS, got {name!r}.")
+    require(
+        is_custom(class_name),
+        f"A block is named as FILE.py:CLASS, its options as :NAME=VALUE, got {name!r}.",
+    )
     loaded = load_class(find_custom(class_name, custom))
     return loaded, parse_options(class_name, loaded, texts)
 
