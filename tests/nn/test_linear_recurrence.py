@@ -166,6 +166,7 @@ def test_a_vector_with_one_channel_is_no_number():
         ({"strength": None}, "read needs either write or strength"),
         ({"read": None}, "read needs either"),
         ({"write": jnp.zeros((2, HEADS, 9, D_KEY))}, "read needs either"),
+        ({"query": jnp.zeros(8)}, r"query must be .* got \[8\]"),
         ({"query": jnp.zeros((2, HEADS, 9, 3))}, r"query must be \[2, 2, 9, 8\] for"),
     ],
 )
@@ -184,13 +185,18 @@ def test_a_state_that_does_not_fit_is_named():
 @pytest.mark.parametrize("kind", ["retention", "gated", "delta", "delta, documents"])
 def test_an_array_may_be_for_all_rows_and_heads(kind):
     """Each of them by itself, and all others."""
-    tokens, state = cast(make(9, **KINDS[kind]), "float32")
+    tokens, state = cast(make(40, **KINDS[kind]), "float32")
+    if tokens.begins is not None:
+        begins = np.zeros((2, 1, 40), bool)
+        begins[0, 0, 4] = begins[1, 0, 6] = begins[1, 0, 35] = True
+        is_real = np.arange(40) < np.array([38, 33])[:, None, None]
+        tokens = tokens._replace(begins=jnp.asarray(begins), is_real=jnp.asarray(is_real))
     names = [name for name, array in tokens._asdict().items() if array is not None]
     for few in [[name] for name in names] + [[n for n in names if n != x] for x in names]:
         some = {name: getattr(tokens, name)[:1, :1] for name in few}
         whole = {name: jnp.broadcast_to(a, (2, HEADS, *a.shape[2:])) for name, a in some.items()}
         got = linear_recurrence(tokens._replace(**some), state)
-        wanted = token_by_token(tokens._replace(**whole), state)
+        wanted = linear_recurrence(tokens._replace(**whole), state)
         assert [a.shape for a in got] == [a.shape for a in wanted]
         assert max(error(*pair) for pair in zip(got, wanted, strict=True)) < 1e-5, few
 

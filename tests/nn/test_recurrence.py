@@ -139,7 +139,7 @@ class Nothing(Counts):
         (WholeNumber, "must return a state in int32, as init_state does, got float32"),
         (Narrow, "Narrow.step must return a state in float32, as init_state does, got bfloat16"),
         (Short, rf"Short.step must return an output \[d_model\], \[{D}\], got \[{D - 1}\]"),
-        (NoTokens, r"NoTokens.before must return arrays .* got \[1, 4, \d+\], \[\]"),
+        (NoTokens, r"NoTokens.before must return arrays .* got one of \[\]"),
         (Nothing, r"Nothing.before must return arrays .* got none"),
         (NoState, r"NoState.step must return \(state, y\)"),
         (

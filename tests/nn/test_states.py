@@ -211,9 +211,7 @@ def test_heads_may_have_an_odd_width_or_a_single_channel(width):
         dataclasses.replace(config, attention_every="2:full")
     with pytest.raises(UserError, match=rf"retention rotates pairs .* must be even, got {width}"):
         STATES["retention"](config, key=jax.random.key(0))
-    with pytest.raises(
-        UserError, match=r"multiple of those of its keys \(key_heads\), got 4 and 3"
-    ):
+    with pytest.raises(UserError, match=r"multiple of n_key_heads \(.* key_heads\), got 4 and 3"):
         STATES["gated_deltanet"](config, heads=4, key_heads=3, key=jax.random.key(0))
 
 

@@ -92,10 +92,10 @@ def linear_recurrence(
 
 def _check(tokens: Tokens, state: State) -> None:
     *batch, d_key, d_value = state.shape
-    seq = tokens.query.shape[-2]
+    seq = (1, 1, *tokens.query.shape)[-2]
     last = dict.fromkeys(("query", "key", "read", "write"), (d_key,)) | {
         "value": (d_value,),
-        "log_decay": (1, d_key),
+        "log_decay": sorted({1, d_key}),
         "strength": (1,),
         "begins": (),
         "is_real": (),

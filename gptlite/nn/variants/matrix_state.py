@@ -201,7 +201,7 @@ class HeadsState(MatrixState):
         self.d_key, self.d_value = d_key or config.d_head, d_value or config.d_head
         require(
             self.n_heads % self.n_key_heads == 0,
-            "The heads of a state must be a multiple of those of its keys (key_heads), got "
+            "The heads of a state must be a multiple of n_key_heads (the option key_heads), got "
             f"{self.n_heads} and {self.n_key_heads}.",
         )
         std, output_std = config.init_stds

@@ -60,10 +60,11 @@ class Recurrence(eqx.Module):
         *batch, seq, _ = x.shape
         inputs = self.before(x)
         shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(inputs)]
+        wrong = [list(shape) for shape in shapes if shape[: x.ndim - 1] != x.shape[:-1]]
         require(
-            shapes != [] and all(shape[: x.ndim - 1] == x.shape[:-1] for shape in shapes),
+            shapes != [] and not wrong,
             f"{type(self).__name__}.before must return arrays [*batch, seq, ...] for an input of "
-            f"{list(x.shape)}, got {', '.join(str(list(shape)) for shape in shapes) or 'none'}.",
+            f"{list(x.shape)}, got {f'one of {wrong[0]}' if wrong else 'none'}.",
         )
         first = self.init_cache(tuple(batch), seq, x.dtype)
         flags = real_and_begins(context, x.shape[:-1])
