@@ -8,7 +8,6 @@ import inspect
 import io
 import os
 import re
-import shlex
 import sys
 import time
 import traceback
@@ -32,7 +31,7 @@ from gptlite.machine.stop import ends_on_ctrl_c
 from gptlite.machine.text_files import read_text
 from gptlite.presets import PRESETS
 from gptlite.runs.find import find_run
-from gptlite.runs.saved_config import corpus_arguments, load_config
+from gptlite.runs.saved_config import load_config, with_corpus
 
 A = TypeVar("A")
 
@@ -256,11 +255,14 @@ class ServeArguments:
 class CompareArguments:
     """Train variants of a model from several seeds each, and test which differences are real.
 
-    All seeds of a variant are trained at the same time. Variants are paired by seed: the same seed
-    reads the same batches in the same order. Started again, a comparison
-    trains only what is missing; more --vary and more --seeds may be added. The table, a CSV file
-    and a picture are written to comparisons/NAME/. (A p-value holds for a number of seeds that was
-    chosen beforehand, and for the variants of one table.)"""
+    Variants are judged by the choice text, the end of the training text, which none is trained on.
+    They are paired by seed: the same seed reads the same batches in the same order. A variant that
+    is decided gets no more seeds. All that is tried is kept in comparisons/NAME/ledger.jsonl, and
+    counted there: one may look at any time, and add --vary and --seeds at any time, and a verdict
+    still holds. The same command again trains only what is missing; what was edited since, a block
+    or the package itself, is another variant. The table, a CSV file and a picture are written
+    beside the ledger. What was chosen is then confirmed on the validation text:
+    gptlite compare confirm NAME VARIANT (see gptlite compare confirm --help)."""
 
     base: Annotated[
         Literal[tuple(PRESETS)],  # pyright: ignore[reportInvalidTypeForm] - one list of names
@@ -272,12 +274,21 @@ class CompareArguments:
     given several times. More settings may be joined to a value with +, as in
     model.mlp=gelu,swiglu+model.d_ff=168."""
 
-    seeds: Annotated[int, Between(1, 10_000)] = 5
-    """Seeds of each variant: 0, 1, 2, ..."""
+    seeds: Annotated[int, Between(1, 10_000)] = 12
+    """Seeds of each variant, at most: 0, 1, 2, ..."""
 
-    equal: Literal["steps", "flops", "time"] = "steps"
-    """What variants have in common. flops, time: steps are chosen so that a variant spends as many
-    floating-point operations (of matrix products), or as much time, as the base."""
+    minutes: Annotated[float | None, Between(0.0, above=True)] = None
+    """Minutes for all that is to be trained now. None: as many as --seeds take."""
+
+    equal: Literal["steps", "tokens", "flops", "parameters", "time"] = "steps"
+    """What variants have in common with the base. tokens, flops, time: their steps are chosen so
+    that they read as many tokens, spend as many floating-point operations, or train as long.
+    parameters: their model.d_ff is chosen. time is measured by turns, and a difference that the
+    error of that may make is none."""
+
+    again: bool = True
+    """Whether the base is trained once more from other first parameters, to show what chance alone
+    does."""
 
     name: str | None = None
     """The folder in comparisons/. Default: made from the base and its settings."""
@@ -287,7 +298,11 @@ class CompareArguments:
     then be named alone, as in --vary model.mlp=relu2,SineMLP."""
 
     seeds_at_once: Annotated[int | None, Between(1, 10_000)] = None
-    """Seeds trained at the same time. None: all that fit into memory."""
+    """Seeds that are trained at the same time, and after which one looks. None: 5, or the next
+    number that all devices share evenly."""
+
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print a line of JSON for each variant, and all else to standard error."""
 
     debug: bool = False
     """Show where in the code an error came from."""
@@ -298,6 +313,45 @@ class CompareArguments:
         check_fields("", self)
         if self.name is not None:
             check_folder_name("--name", self.name)
+
+
+@dataclass(frozen=True)
+class ConfirmArguments:
+    """Judge a variant of a comparison on the validation text.
+
+    Base and variant are trained once more, from seeds that nothing was trained from before, and
+    then judged by the validation text, which nothing was chosen by: by Student's paired t-test,
+    once. The look and the verdict are written into the ledger. In a comparison, the first verdict
+    is wrong with a probability of at most 2.5 %, the second of 0.8 %, all together of 5 %."""
+
+    name: Annotated[str, tyro.conf.Positional]
+    """The comparison: a folder in comparisons/."""
+
+    variant: Annotated[str, tyro.conf.Positional]
+    """The variant, as its table names it."""
+
+    seeds: Annotated[int, Between(2, 1_000)] = 12
+    """Seeds of base and variant."""
+
+    custom: CustomFiles = ()
+    """A file with custom blocks, which may be executed; may be given several times. A variant with
+    custom blocks is confirmed only with their file."""
+
+    corpus: Annotated[str | None, tyro.conf.arg(name="data.corpus")] = None
+    """The text, if it is not gptlite's own: a ledger may come from a stranger."""
+
+    seeds_at_once: Annotated[int | None, Between(1, 10_000)] = None
+    """Seeds that are trained at the same time. None: as many as fit into memory."""
+
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print the verdict as a line of JSON, and all else to standard error."""
+
+    debug: bool = False
+    """Show where in the code an error came from."""
+
+    def __post_init__(self):
+        check_fields("", self)
+        check_folder_name("NAME", self.name)
 
 
 def parse_words(kind: Any, args: Sequence[str], **options: Any) -> Any:
@@ -474,16 +528,9 @@ def settings(arguments: TrainArguments) -> dict[str, str]:
 
 def _resumed(name: str, first: _First) -> Config:
     """The config of the run that is resumed, with its custom blocks and its text as the command
-    names them. (A run may come from a stranger: only the user decides which files are read.)"""
+    names them."""
     saved = load_config(find_run(name) / "config.json")
-    saved = with_custom(saved, first.custom, read=True)
-    corpus = saved.data.corpus if first.corpus is None else first.corpus
-    require(
-        first.corpus is not None or not corpus_arguments(saved.data),
-        f"The run was trained on {corpus}, which is not gptlite's own text and is read only if "
-        f"the command names it: {shlex.join(corpus_arguments(saved.data))}.",
-    )
-    return dataclasses.replace(saved, data=dataclasses.replace(saved.data, corpus=corpus))
+    return with_corpus(with_custom(saved, first.custom, read=True), first.corpus, "The run")
 
 
 def _begun_from(preset: Config, name: str, custom: Sequence[str]) -> Config:
@@ -550,6 +597,15 @@ class _BaseOnly:
     base: str = DEFAULT_PRESET
 
 
+def parse_comparison(
+    argv: Sequence[str],
+) -> ConfirmArguments | tuple[CompareArguments, dict[str, Config]]:
+    """The command line of `gptlite compare`, or of `gptlite compare confirm`."""
+    if argv[:1] == ["confirm"]:
+        return parse_words(ConfirmArguments, argv[1:], prog="gptlite compare confirm")
+    return parse_compare(argv)
+
+
 def parse_compare(argv: Sequence[str]) -> tuple[CompareArguments, dict[str, Config]]:
     """The command line of `gptlite compare`, and the variants that it asks for by name, the base
     first. `argv` is without the program's name."""
@@ -580,10 +636,11 @@ def parse_compare(argv: Sequence[str]) -> tuple[CompareArguments, dict[str, Conf
         for value in values.split(","):
             settings = re.split(r"\+(?=\w+\.[\w-]+=)", f"{field_name}={value}")
             names = [_field_name(setting) for setting in settings]
+            chosen = CHOSEN.get(arguments.equal)
             require(
-                arguments.equal == "steps" or "training.steps" not in names,
-                f"--equal {arguments.equal} chooses the steps of each variant: leave "
-                "training.steps out of --vary.",
+                chosen not in names,
+                f"--equal {arguments.equal} chooses {chosen} for each variant: leave it out of "
+                "--vary.",
             )
             config = with_custom(_changed(arguments.config, settings), arguments.custom)
             if config not in variants.values():
@@ -594,6 +651,15 @@ def parse_compare(argv: Sequence[str]) -> tuple[CompareArguments, dict[str, Conf
         "that differs from the base's.",
     )
     return arguments, variants
+
+
+# What is chosen for a variant that is made equal to the base.
+CHOSEN = {
+    "tokens": "training.steps",
+    "flops": "training.steps",
+    "time": "training.steps",
+    "parameters": "model.d_ff",
+}
 
 
 def _field_name(setting: str) -> str:

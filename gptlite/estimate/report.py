@@ -5,7 +5,7 @@ import heapq
 from gptlite.estimate.hardware import Hardware
 from gptlite.estimate.program import Work, work
 from gptlite.estimate.step import CompiledStep, memory_share, size_on_device, usable_memory
-from gptlite.inspect.summary import flops_per_token
+from gptlite.inspect.flops import flops_per_token
 
 # How many of the longest operations are named.
 LONGEST = 5

@@ -1,45 +1,19 @@
 """A table of a model's parts, with output and parameters, and the model's FLOPs and memory."""
 
-import math
-from collections.abc import Iterator
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr
-from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import Array
 
 from gptlite.family.seq2seq import Seq2Seq
+from gptlite.inspect.flops import flops_per_token, inputs_of
 from gptlite.inspect.hooks import with_call_hook
 from gptlite.machine.fields import Count, check_value
 from gptlite.machine.pytrees import Trainable, count_parameters, is_array, is_stacked, path_name
 from gptlite.models.gpt import GPT
 from gptlite.training.loss import cross_entropy, window_losses
-
-
-def flops_per_token(model: Any, trained: Trainable = is_array) -> tuple[int, int]:
-    """FLOPs per token at the full context: forward, and training (forward and backward). Counts two
-    per multiply-add of every matrix product, of causal attention those of the blocks that `attend`
-    computes. For an encoder-decoder: per token of the target, with a source of the same length.
-
-    `trained`: the parameters that have a gradient. Default: all.
-    """
-    inputs = _inputs(model)
-
-    def loss(params, rest, *inputs):
-        # Squared, so that the gradient needs the output.
-        return jnp.mean(jnp.square(eqx.combine(params, rest)(*inputs)))
-
-    forward = eqx.filter_make_jaxpr(lambda model, *inputs: model(*inputs))(model, *inputs)[0]
-    parts = eqx.partition(model, trained)
-    training = eqx.filter_make_jaxpr(eqx.filter_grad(loss))(*parts, *inputs)[0]
-    # Without the gradients of parameters that are not trained, which a function with a rule of its
-    # own computes in any case.
-    needed, _ = dce_jaxpr(training.jaxpr, [True] * len(training.jaxpr.outvars))
-    context_length = model.config.context_length
-    return _product_flops(forward.jaxpr) // context_length, _product_flops(needed) // context_length
 
 
 def activation_bytes(model: Any, batch_size: int) -> int:
@@ -52,7 +26,7 @@ def activation_bytes(model: Any, batch_size: int) -> int:
         residuals = jax.eval_shape(
             lambda p, *ids: jax.vjp(lambda p: _losses(eqx.combine(p, static), *ids), p)[1],
             params,
-            *_inputs(model, rows),
+            *inputs_of(model, rows),
         )
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(residuals))
 
@@ -68,12 +42,6 @@ def _losses(model: Any, *ids: Array) -> Array:
     if isinstance(model, Seq2Seq):
         return cross_entropy(model(*ids, key=key), ids[1])
     return model(*ids)
-
-
-def _inputs(model: Any, *batch: int) -> list[jax.ShapeDtypeStruct]:
-    """The inputs of `model`, at the full context: ids, or for an encoder-decoder two of them."""
-    ids = jax.ShapeDtypeStruct((*batch, model.config.context_length), jnp.int32)
-    return [ids, ids] if isinstance(model, Seq2Seq) else [ids]
 
 
 def summary(model: Any, *, batch_size: int = 1, trained: Trainable = is_array) -> str:
@@ -131,7 +99,7 @@ def _modules(model: Any) -> list[tuple[str, int, Any, str]]:
         # A block also returns its cache.
         shapes[name] = _shape(out[0] if isinstance(out, tuple) else out)
 
-    out = eqx.filter_eval_shape(with_call_hook(model, _holds_arrays, on_call), *_inputs(model, 1))
+    out = eqx.filter_eval_shape(with_call_hook(model, _holds_arrays, on_call), *inputs_of(model, 1))
     nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=_holds_arrays)
     modules = [(path_name(path), node) for path, node in nodes if _holds_arrays(node)]
     # A head is never called: only its weight is used.
@@ -153,30 +121,3 @@ def _shape(x: Any) -> str:
 
 def _holds_arrays(node: Any) -> bool:
     return isinstance(node, eqx.Module) and any(map(is_array, vars(node).values()))
-
-
-def _product_flops(jaxpr: Jaxpr) -> int:
-    """Two for each multiply-add of the matrix products in `jaxpr` and the functions it calls."""
-    total = 0
-    for equation in jaxpr.eqns:
-        repeats = equation.params["length"] if equation.primitive.name == "scan" else 1
-        # Only one branch runs, as for a choice of the platform.
-        add = max if equation.primitive.name == "cond" else sum
-        inner = [_product_flops(inner) for inner in _inner_jaxprs(equation.params)]
-        total += repeats * (add(inner) if inner else 0)
-        if equation.primitive.name == "dot_general":
-            (contracted, _), _ = equation.params["dimension_numbers"]
-            left: Any = equation.invars[0].aval
-            product: Any = equation.outvars[0].aval
-            depth = math.prod(left.shape[axis] for axis in contracted)
-            total += 2 * depth * math.prod(product.shape)
-    return total
-
-
-def _inner_jaxprs(params: dict[str, Any]) -> Iterator[Jaxpr]:
-    for value in params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(item, ClosedJaxpr):
-                yield item.jaxpr
-            elif isinstance(item, Jaxpr):
-                yield item

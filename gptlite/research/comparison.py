@@ -1,32 +1,53 @@
-"""Variants trained from several seeds. Each is kept, so that nothing is trained twice."""
+"""Variants of a base, trained from several seeds on the same texts, with a ledger of all of them.
 
+**Texts.** The validation text is looked at by `confirm` alone. The *choice* text, by which one
+chooses, takes its place: the last part of the training text, as long as the validation text, which
+no variant is trained on.
+
+**Variants.** A variant is all that decides what it learns: its config, the code that computes it,
+its base, and what it has in common with the base. After an edit of a custom block, or of the
+package, there is another variant of the same name, and the ledger has both.
+"""
+
+import contextlib
 import dataclasses
-import functools
 import hashlib
 import json
 import math
-import re
-import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import equinox as eqx
 import jax
 import msgspec
+import numpy as np
 
 from gptlite.config import Config
-from gptlite.custom import custom_sources
 from gptlite.errors import UserError, require
-from gptlite.inspect.summary import activation_bytes, flops_per_token
-from gptlite.machine.fields import MAX_INT32, settled
-from gptlite.machine.files import write_json
+from gptlite.inspect.flops import operations_per_token
+from gptlite.inspect.summary import activation_bytes
+from gptlite.machine.fields import settled
 from gptlite.machine.memory import free_memory
+from gptlite.machine.names import CustomBlock
 from gptlite.machine.pytrees import count_parameters
-from gptlite.machine.records import NotNegative, read_record
+from gptlite.research.code import code_of
+from gptlite.research.equal import Equal, steps_of, with_parameters
+from gptlite.research.ledger import (
+    Confirmed,
+    Confirming,
+    Failed,
+    Ledger,
+    Look,
+    Opened,
+    Runs,
+    Speed,
+    Variant,
+)
 from gptlite.research.seeds import SeedsProgress, fit_seeds
-from gptlite.research.statistics import Verdict, judge
+from gptlite.research.speed import ratio_of, speed_ratios, tolerance
+from gptlite.research.statistics import LEVEL, Verdict, judge, level, sequence
 from gptlite.runs.frozen import trainable
 from gptlite.runs.model import abstract_model
 from gptlite.text.batches import Batches
@@ -34,246 +55,252 @@ from gptlite.text.tokenizer import Tokenizer
 from gptlite.text.tokens import Split
 from gptlite.training.optimizer import make_optimizer
 
-# Interleaved dispatches that time a variant against the base.
-TIMED_DISPATCHES = 5
+# The base once more, from other first parameters: what chance alone does.
+AGAIN = "base again"
+# Where its first parameters come from: a seed, and this.
+AGAIN_SEED = 200_000
+# The first seed of a confirmation, and how far those of the next one are.
+CONFIRM_SEED, APART = 300_000, 10_000
+# The share of a run before which no variant is stopped because it is behind.
+EARLY = 0.5
 # Share of the free memory that seeds may fill together.
 MEMORY_SHARE = 0.6
 
 
 @dataclass(frozen=True)
 class Result:
-    """A trained variant. Losses are in nats per token."""
+    """What is known of a variant. Losses are those on the choice text, in nats per token."""
 
     name: str
-    steps: int
+    is_base: bool
     parameters: int
-    flops_per_token: int
-    """Those of training."""
+    operations_per_token: int
+    """Floating-point operations of training."""
+    steps: int
+    """0: nothing has been trained."""
     evaluated_at: Sequence[int]
     """The steps with an evaluation."""
-    curves: dict[int, Sequence[float]]
-    """For each seed, the validation loss at each of `evaluated_at`."""
+    curves: Mapping[int, Sequence[float]]
+    """For each seed that was trained to its end, the loss at each of `evaluated_at`."""
     seconds: float
     """A seed's share of the time that steps took."""
+    verdict: Verdict | None
+    """None: it is the base, or the base again before it is trained."""
 
     @property
-    def losses(self) -> list[float]:
-        """The last validation loss of each seed."""
-        return [curve[-1] for curve in self.curves.values()]
-
-
-def verdicts(results: Sequence[Result]) -> dict[str, Verdict]:
-    """Each variant's verdict against the first result, the base."""
-    base, *others = results
-    return judge(base.losses, {result.name: result.losses for result in others})
-
-
-# Folders of the package that decide what a model learns.
-LEARNS = ("models", "nn", "text", "training")
-
-
-class _Record(msgspec.Struct):
-    """The record of a variant."""
-
-    settings: dict[str, Any]
-    """Everything that decides what it learns."""
-    steps: Annotated[int, msgspec.Meta(ge=1, le=MAX_INT32)]
-    evaluated_at: list[Annotated[int, msgspec.Meta(ge=1)]]
-    curves: dict[str, list[NotNegative | None]]
-    """By the seed; None: not finite."""
-    seconds: dict[str, NotNegative]
-
-    def __post_init__(self):
-        in_order = [0, *sorted(set(self.evaluated_at))]
-        if [0, *self.evaluated_at] != in_order or in_order[-1] != self.steps:
-            raise ValueError("its evaluated_at is wrong")
-        if any(len(curve) != len(self.evaluated_at) for curve in self.curves.values()):
-            raise ValueError("its curves are wrong")
-        if self.seconds.keys() != self.curves.keys():
-            raise ValueError("its seconds are wrong")
+    def losses(self) -> dict[int, float]:
+        """The last loss of each seed."""
+        return {seed: curve[-1] for seed, curve in self.curves.items()}
 
 
 class Comparison:
-    """A folder with a JSON file for each variant, all trained on the same text."""
+    """A folder with a ledger."""
 
-    def __init__(
-        self,
-        folder: Path,
-        base: Config,
-        equal: str,
-        tokenizer: Tokenizer,
-        split: Split,
-        corpus_sha256: str,
-    ):
-        """`equal`: what variants have in common with `base`, `steps`, `flops` or `time`."""
-        self._folder, self._base, self._equal = folder, base, equal
-        self._tokenizer, self._split, self._corpus_sha256 = tokenizer, split, corpus_sha256
-        self._cost = functools.cache(self._count_cost)  # traces the model, forward and backward
-
-    def trained(self, name: str, config: Config, seeds: Sequence[int]) -> list[int]:
-        """Those of `seeds` that have been trained.
-
-        **Raises:** `UserError` if the file of that name is of another variant, or damaged, or the
-        variant cannot be built.
-        """
-        self._cost(config)
-        curves = self._read(name, config)["curves"]
-        return [seed for seed in seeds if str(seed) in curves]
-
-    def result(self, name: str, config: Config, seeds: Sequence[int]) -> Result:
-        """The result of a variant, all `seeds` of which have been trained."""
-        record = self._read(name, config)
-        parameters, flops = self._cost(config)
-        return Result(
-            name=name,
-            steps=record["steps"],
-            parameters=parameters,
-            flops_per_token=flops,
-            evaluated_at=record["evaluated_at"],
-            curves={
-                seed: [math.nan if x is None else x for x in record["curves"][str(seed)]]
-                for seed in seeds
-            },
-            seconds=statistics.fmean(record["seconds"][str(seed)] for seed in seeds),
+    def __init__(self, folder: Path, tokenizer: Tokenizer, split: Split):
+        """**Raises:** `UserError` if the folder is of other texts, or its ledger is damaged."""
+        self.ledger = Ledger(folder / "ledger.jsonl")
+        self._tokenizer = tokenizer
+        held_out = len(split.validation)
+        choice = np.asarray(split.train[-held_out:], np.int32)
+        self._confirming = dataclasses.replace(split, train=split.train[:-held_out])
+        self._split = dataclasses.replace(self._confirming, validation=choice)
+        opened = Opened(
+            text=split.sha256,
+            tokenizer=_checksum(tokenizer.to_json()),
+            choice_tokens=len(choice),
+            validation_tokens=held_out,
         )
+        if not self.ledger.entries:
+            self.ledger.append(opened)
+        require(
+            self.ledger.entries[0] == opened,
+            f"{folder} is a comparison on another text, or with another tokenizer or another "
+            "data.validation_tokens: choose another --name for this one.",
+        )
+        self._entered: dict[str, tuple[Variant, Config]] = {}
+        self._equal: Equal = "steps"
 
-    def train(
-        self, name: str, config: Config, seeds: Sequence[int], at_once: int | None = None
-    ) -> Iterator[SeedsProgress]:
-        """Train those of `seeds` that have not been trained, `at_once` at a time (default: as many
-        as fit into memory), and keep them.
+    @property
+    def tried(self) -> int:
+        """The variants that were ever tried in this folder."""
+        return sum(variant.level is not None for variant in self.ledger.of(Variant))
 
-        **Raises:** `UserError` as `trained` does, or if the folder cannot be written.
+    @property
+    def names(self) -> list[str]:
+        """Those that were entered, the base first."""
+        return list(self._entered)
+
+    def enter(
+        self, configs: Mapping[str, Config], equal: Equal, *, again: bool, known: bool = False
+    ) -> None:
+        """Write variants into the ledger, the base first, unless they are there. Their custom
+        blocks are loaded. `again`: also the base, once more. `known`: they must be there.
+
+        **Raises:** `UserError` if one of them cannot be built, or not be made equal to the base.
         """
-        record = self._read(name, config)
-        missing = [seed for seed in seeds if str(seed) not in record["curves"]]
-        if not missing:
-            return
-        at_once = self._seeds_that_fit(config) if at_once is None else at_once
-        if record["steps"] is None:
-            record["steps"] = self._choose_steps(config, min(at_once, len(missing)))
-        config = _with_steps(config, record["steps"])
-        for first in range(0, len(missing), at_once):
-            group = missing[first : first + at_once]
-            steps, curves, progress = [], [], None
-            for progress in fit_seeds(config, self._tokenizer, group, self._split):
+        (base_name, base), *others = configs.items()
+        half = base.training.steps // 2
+        require(
+            equal != "time" or base.training.eval_every <= half,
+            "--equal time needs an evaluation in the first half of training: "
+            f"--training.eval-every must be at most {half}, got {base.training.eval_every}.",
+        )
+        self._equal = equal
+        first = self._described(base_name, base, None, equal)
+        entered = {base_name: (first, base)}
+        if again:
+            entered[AGAIN] = (self._described(AGAIN, base, first, equal), base)
+        for name, config in others:
+            if equal == "parameters":
+                config = with_parameters(name, config, first.parameters, self._parameters)
+            entered[name] = (self._described(name, config, first, equal), config)
+        before = {variant.variant: variant for variant in self.ledger.of(Variant)}
+        new = {name: v for name, (v, _) in entered.items() if v.variant not in before}
+        for variant in new.values() if known else ():
+            raise UserError(self._changed(variant))
+        judged = [name for name, variant in new.items() if variant.base and name != AGAIN]
+        share = level(self.tried, len(judged)) if judged else None
+        for name, (variant, config) in entered.items():
+            if name in new:
+                variant = msgspec.structs.replace(variant, level=share if name in judged else None)
+                self.ledger.append(variant)
+            self._entered[name] = (before.get(variant.variant, variant), config)
+
+    def missing(self, name: str, seeds: Sequence[int]) -> list[int]:
+        """Those of `seeds` that have not been trained, unless the variant was stopped."""
+        runs = self._runs(self._entered[name][0])
+        trained = {seed for run in runs for seed in run.seeds}
+        return [] if any(run.stopped for run in runs) else [s for s in seeds if s not in trained]
+
+    def train(self, name: str, seeds: Sequence[int]) -> Iterator[SeedsProgress]:
+        """Train a variant from `seeds`, at the same time, and keep what it gives. It is stopped
+        when its curve is behind that of the base.
+
+        **Raises:** `UserError` if the ledger cannot be written.
+        """
+        variant, config = self._entered[name]
+        steps = self._steps(variant, config, len(seeds))
+        training = dataclasses.replace(config.training, steps=steps)
+        config = dataclasses.replace(config, training=training)
+        drawn_from = [seed + AGAIN_SEED for seed in seeds] if name == AGAIN else seeds
+        evaluated_at, curves, seconds, stopped = [], [], 0.0, ""
+        with self._told(variant, seeds):
+            for progress in fit_seeds(
+                config, self._tokenizer, seeds, self._split, drawn_from=drawn_from
+            ):
+                seconds = progress.step_seconds
                 if progress.val_losses is not None:
-                    steps.append(progress.step)
-                    curves.append(progress.val_losses)
+                    evaluated_at.append(progress.step)
+                    curves.append(_finite(progress.val_losses))
+                    stopped = self._behind(variant, seeds, progress)
                 yield progress
-            assert progress is not None
-            record["evaluated_at"] = steps
-            for seed, curve in zip(group, zip(*curves, strict=True), strict=True):
-                # JSON has no NaN and no infinity.
-                record["curves"][str(seed)] = [x if math.isfinite(x) else None for x in curve]
-                record["seconds"][str(seed)] = progress.step_seconds / len(group)
-            path = self._path(name)
-            try:
-                write_json(path, record)
-            except OSError as error:
-                raise UserError(f"{path} cannot be written: {error.strerror}.") from error
+                if stopped:
+                    break
+        by_seed = [list(curve) for curve in zip(*curves, strict=True)]
+        entry = Runs(variant.variant, list(seeds), steps, evaluated_at, by_seed, seconds, stopped)
+        self.ledger.append(entry)
 
-    def _path(self, name: str) -> Path:
-        # Characters and a length that any file system takes, and different for different names.
-        readable = re.sub(r"[^A-Za-z0-9=._+-]", "_", name)[:80]
-        return self._folder / f"{readable}-{hashlib.sha256(name.encode()).hexdigest()[:8]}.json"
+    def begin_to_confirm(self, name: str, n_seeds: int) -> Confirming:
+        """Write down that a variant is to be judged on the validation text, and from which seeds:
+        others than all before.
 
-    def _read(self, name: str, config: Config) -> dict[str, Any]:
-        """The record of a variant, or an empty one."""
-        settings = self._settings(config)
-        path = self._path(name)
-        if not path.exists():
-            empty = {"steps": None, "evaluated_at": [], "curves": {}, "seconds": {}}
-            return {"settings": settings, **empty}
-        try:
-            record = msgspec.to_builtins(read_record(path, _Record))
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path} is damaged: {error}. Delete it to train it again.") from error
-        before = record["settings"]
-        names = sorted(settings.keys() | before.keys())
-        changed = [name for name in names if settings.get(name) != before.get(name)]
-        if "--equal" in changed:  # which decides if there are fields of the base
-            changed = ["--equal"]
-        require(
-            not changed,
-            f"{path} was trained with another {', another '.join(changed)}: choose another "
-            "--name for this comparison, or delete that file.",
-        )
-        require(
-            not self._has_given_steps(config) or record["steps"] == config.training.steps,
-            f"{path} is damaged: its steps are {record['steps']}, and were to be "
-            f"{config.training.steps}. Delete it to train it again.",
-        )
-        return record
-
-    def _settings(self, config: Config) -> dict[str, Any]:
-        """Everything that decides what a variant learns."""
-        settings = {
-            **dict(settled(config, "comparison")),
-            "--equal": self._equal,
-            "tokenizer": hashlib.sha256(json.dumps(self._tokenizer.to_json()).encode()).hexdigest(),
-            "text": self._corpus_sha256,
-        }
-        if self._equal != "steps":  # then the base decides the number of steps
-            settings |= {f"{name} of the base": x for name, x in settled(self._base, "comparison")}
-        for file, source in custom_sources(config.model).items():
-            settings[f"version of {file}"] = hashlib.sha256(source).hexdigest()
-        settings["version of gptlite"] = package_sha256()
-        return settings
-
-    def _has_given_steps(self, config: Config) -> bool:
-        """Whether it is trained for `training.steps`."""
-        return self._equal == "steps" or config == self._base
-
-    def _choose_steps(self, config: Config, at_once: int) -> int:
-        """The steps that make the variant equal to the base, with `at_once` seeds at once."""
-        steps = self._base.training.steps
-        if self._has_given_steps(config):
-            return config.training.steps
-        if self._equal == "flops":
-            ratio = self._flops_per_step(self._base) / self._flops_per_step(config)
-        else:
-            ratio = self._relative_speed(config, at_once)
-        return max(1, round(steps * ratio))
-
-    def _flops_per_step(self, config: Config) -> int:
-        return self._cost(config)[1] * config.training.batch_size * config.model.context_length
-
-    def _count_cost(self, config: Config) -> tuple[int, int]:
-        """Parameters, and training FLOPs per token."""
-        model = self._abstract_model(config)
-        trained = trainable(config, model)
-        # For its errors: the optimizer may not fit what is trained.
-        make_optimizer(config.optimizer, config.training.steps, eqx.filter(model, trained))
-        Batches(self._split.train, config.training.batch_size, config.model.context_length, 0)
-        flops = flops_per_token(model, trained)[1]
-        return count_parameters(model), flops
-
-    def _abstract_model(self, config: Config) -> Any:
-        return abstract_model(config.model, self._tokenizer)
-
-    def _relative_speed(self, config: Config, at_once: int) -> float:
-        """The base's seconds per step over the variant's, in short interleaved runs of both."""
-        runs = []
-        for timed in (self._base, config):
-            steps = timed.training.log_every * (TIMED_DISPATCHES + 1)
-            short = dataclasses.replace(timed.training, steps=steps, eval_every=steps)
-            timed = dataclasses.replace(timed, training=short)
-            runs.append(fit_seeds(timed, self._tokenizer, range(at_once), self._split))
-        ratios, before = [], [next(run) for run in runs]
-        for _ in range(TIMED_DISPATCHES):
-            now = [next(run) for run in runs]
-            base, variant = (
-                (n.step_seconds - b.step_seconds) / (n.step - b.step)
-                for n, b in zip(now, before, strict=True)
+        **Raises:** `UserError` if it has been, or was not trained before.
+        """
+        variant, _ = self._entered[name]
+        before = list(self.ledger.of(Confirming))
+        for confirmed in self.ledger.of(Confirmed):
+            require(
+                confirmed.variant != variant.variant,
+                f"{name} was judged on the validation text before: {confirmed.words}.",
             )
-            ratios.append(base / variant)
-            before = now
-        return statistics.median(ratios)
+        require(bool(self._runs(variant)), f"{name} was not trained on the choice text before.")
+        first = CONFIRM_SEED + APART * len(before)
+        seeds = list(range(first, first + n_seeds))
+        entry = Confirming(variant.variant, seeds, level(len(before)), self.tried)
+        self.ledger.append(entry)
+        return entry
 
-    def _seeds_that_fit(self, config: Config) -> int:
-        """How many seeds fit into memory."""
-        model = self._abstract_model(config)
+    def train_to_confirm(self, name: str, seeds: Sequence[int]) -> Iterator[SeedsProgress]:
+        """Train a variant, with as many steps as before. The losses of the last step are those on
+        the validation text. None are kept."""
+        variant, config = self._entered[name]
+        steps = next((run.steps for run in self._runs(variant)), config.training.steps)
+        training = dataclasses.replace(config.training, steps=steps, eval_every=steps)
+        config = dataclasses.replace(config, training=training)
+        with self._told(variant, seeds):
+            yield from fit_seeds(config, self._tokenizer, seeds, self._confirming)
+
+    def confirm(
+        self, name: str, entry: Confirming, losses: Sequence[float], base_losses: Sequence[float]
+    ) -> Confirmed:
+        """The verdict by the losses of the seeds of `entry`: a single look, and so Student's
+        test."""
+        variant, _ = self._entered[name]
+        of_time = self._tolerance(variant, self._result(self._base, ""))
+        base = dict(zip(entry.seeds, base_losses, strict=True))
+        own = dict(zip(entry.seeds, losses, strict=True))
+        verdict = judge(base, own, entry.level, of_time, once=True)
+        mean, margin = _finite([verdict.difference.mean, verdict.difference.margin])
+        kept = _finite(losses), _finite(base_losses)
+        confirmed = Confirmed(variant.variant, *kept, mean, margin, verdict.words)
+        self.ledger.append(confirmed)
+        return confirmed
+
+    @contextlib.contextmanager
+    def _told(self, variant: Variant, seeds: Sequence[int]) -> Iterator[None]:
+        """What fails inside is written down."""
+        try:
+            yield
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"[:1000]
+            self.ledger.append(Failed(variant.variant, list(seeds), reason))
+            raise
+
+    def _changed(self, variant: Variant) -> str:
+        """Why a variant is not in the ledger."""
+        same = [v for v in self.ledger.of(Variant) if v.name == variant.name]
+        if not same:
+            return f"{self.ledger.path} has no variant {variant.name}."
+        old, new = same[-1].code, variant.code
+        files = sorted(x for x in old.keys() | new.keys() if old.get(x) != new.get(x))
+        what = f": {', '.join(files[:5])}{' ...' * (len(files) > 5)}" if files else ""
+        return f"{variant.name} is not as it was tried any more{what}. Try it again first."
+
+    @property
+    def _base(self) -> Variant:
+        return next(iter(self._entered.values()))[0]
+
+    def look(self, name: str) -> Result:
+        """The result of a variant, with its verdict, which is written into the ledger."""
+        variant, _ = self._entered[name]
+        result = self._result(variant, variant.name)
+        verdict = result.verdict
+        if verdict is not None and verdict.seeds:
+            mean, margin = _finite([verdict.difference.mean, verdict.difference.margin])
+            look = Look(variant.variant, verdict.seeds, mean, margin, verdict.words)
+            if look not in self.ledger.of(Look):
+                self.ledger.append(look)
+        return result
+
+    def results(self) -> list[Result]:
+        """Of the base, and of all variants of it in the ledger, in the order in which they were
+        entered. Of a name whose code or config has changed, the older ones say so."""
+        base = self._base
+        variants = [base, *(v for v in self.ledger.of(Variant) if v.base == base.variant)]
+        entered = [variant for variant, _ in self._entered.values()]
+        newest = {(v.name, v.equal): v.variant for v in [*variants, *entered]}
+
+        def shown(variant: Variant) -> str:
+            is_newest = newest[variant.name, variant.equal] == variant.variant
+            other = "" if variant.equal in (None, self._equal) else f" (equal {variant.equal})"
+            return f"{variant.name}{other}{'' if is_newest else ' (an earlier version)'}"
+
+        return [self._result(variant, shown(variant)) for variant in variants]
+
+    def seeds_that_fit(self, name: str) -> int:
+        """How many seeds of a variant fit into memory."""
+        config = self._entered[name][1]
+        model = abstract_model(config.model, self._tokenizer)
         trained = trainable(config, model)
         rows = config.training.batch_size // (config.training.accumulation or 1)
         # In float32, parameters, and for those that are trained gradients and two moments.
@@ -282,25 +309,131 @@ class Comparison:
         seeds = max(1, int(MEMORY_SHARE * free_memory() / each))
         return max(seeds - seeds % jax.device_count(), 1)
 
+    def _described(self, name: str, config: Config, base: Variant | None, equal: Equal) -> Variant:
+        """The entry of a variant, without its level."""
+        model = abstract_model(config.model, self._tokenizer)
+        trained = trainable(config, model)
+        # For its errors: the optimizer may not fit what is trained.
+        make_optimizer(config.optimizer, config.training.steps, eqx.filter(model, trained))
+        training = config.training
+        Batches(self._split.train, training.batch_size, config.model.context_length, 0)
+        common, code = None if base is None else equal, code_of(config.model)
+        of = [_settings(config), code, base and base.variant, common, name == AGAIN]
+        return Variant(
+            variant=_checksum(of),
+            name=name,
+            base=base and base.variant,
+            level=None,
+            equal=common,
+            config=json.loads(json.dumps(dataclasses.asdict(config))),
+            code=code,
+            parameters=count_parameters(model),
+            operations_per_token=operations_per_token(model, trained),
+        )
 
-@functools.cache
-def package_sha256() -> str:
-    """Changes with every file of the package that decides what a model learns."""
-    root = Path(__file__).resolve().parents[1]
-    checksum = hashlib.sha256()
-    for file in sorted(file for name in LEARNS for file in (root / name).rglob("*.py")):
-        content = file.read_bytes()
-        checksum.update(f"{file.relative_to(root).as_posix()} {len(content)} ".encode() + content)
-    return checksum.hexdigest()
+    def _parameters(self, config: Config) -> int:
+        return count_parameters(abstract_model(config.model, self._tokenizer))
+
+    def _runs(self, variant: Variant) -> list[Runs]:
+        return [run for run in self.ledger.of(Runs) if run.variant == variant.variant]
+
+    def _steps(self, variant: Variant, config: Config, at_once: int) -> int:
+        """The steps that a variant is trained for: those with which it was begun, or else those
+        that make it equal to the base."""
+        base, base_config = next(iter(self._entered.values()))
+        before = [*self._runs(variant), *self._speeds(variant)]
+        if variant.equal != "time" or variant.name == AGAIN:
+            of_both = base.operations_per_token, variant.operations_per_token
+            return steps_of(config, base_config, variant.equal, *of_both)
+        # Measured before each group of seeds: all that was measured tells how wrong it may be.
+        ratios = speed_ratios(base_config, config, self._tokenizer, self._split, at_once)
+        chosen = max(1, round(base_config.training.steps * ratio_of(ratios)[0]))
+        steps = before[0].steps if before else chosen
+        self.ledger.append(Speed(variant.variant, steps, ratios))
+        return steps
+
+    def _speeds(self, variant: Variant) -> list[Speed]:
+        return [speed for speed in self.ledger.of(Speed) if speed.variant == variant.variant]
+
+    def _tolerance(self, variant: Variant, base: Result) -> float:
+        """The difference that a wrong number of steps may make, where a measured speed chose it."""
+        speeds = self._speeds(variant)
+        if not speeds or not base.curves:
+            return 0.0
+        ratios = [ratio for speed in speeds for ratio in speed.ratios]
+        mean = np.mean(list(base.curves.values()), axis=0)
+        half, end = np.interp([base.steps / 2, base.steps], base.evaluated_at, mean)
+        return tolerance(ratios, speeds[0].steps / base.steps, half - end)
+
+    def _behind(self, variant: Variant, seeds: Sequence[int], progress: SeedsProgress) -> str:
+        """Why a variant is stopped, if it is: where the base was after the same share of its steps,
+        it is worse, as a test finds that has as many seeds."""
+        share = progress.step / progress.steps
+        if variant.level is None or not EARLY <= share < 1 or progress.val_losses is None:
+            return ""
+        base = self._result(self._base, "")
+        if not base.curves.keys() >= set(seeds):
+            return ""
+        at = share * base.steps
+        then = [np.interp(at, base.evaluated_at, base.curves[seed]) for seed in seeds]
+        gap = sequence(np.subtract(progress.val_losses, then), LEVEL)
+        if not gap.mean - gap.margin > 0:
+            return ""
+        return (
+            f"stopped at step {progress.step} of {progress.steps}, behind the base by "
+            f"{gap.mean:.4f} ± {gap.margin:.4f}"
+        )
+
+    def _result(self, variant: Variant, name: str) -> Result:
+        runs = self._runs(variant)
+        whole = [run for run in runs if not run.stopped]
+        count = sum(len(run.seeds) for run in whole)
+        result = Result(
+            name=name,
+            is_base=variant.base is None,
+            parameters=variant.parameters,
+            operations_per_token=variant.operations_per_token,
+            steps=runs[0].steps if runs else 0,
+            evaluated_at=whole[0].evaluated_at if whole else [],
+            curves={
+                seed: [math.nan if x is None else x for x in curve]
+                for run in whole
+                for seed, curve in zip(run.seeds, run.curves, strict=True)
+            },
+            seconds=sum(run.seconds for run in whole) / count if count else 0.0,
+            verdict=None,
+        )
+        if variant.base is None:
+            return result
+        base = self._result(self._base, "")
+        of_time = self._tolerance(variant, base)
+        verdict = judge(base.losses, result.losses, variant.level or LEVEL, of_time)
+        if stopped := [run.stopped for run in runs if run.stopped]:
+            verdict = dataclasses.replace(verdict, words=stopped[0])
+        return dataclasses.replace(result, verdict=verdict)
 
 
-def default_name(base: str, config: Config, equal: str) -> str:
-    """The name of a comparison: another one for each base and what is the same for all variants, so
-    that more variants and more seeds can be added."""
-    settings = dict(settled(config, "comparison")) | {"--equal": equal, "data": config.data}
-    text = json.dumps({name: str(value) for name, value in settings.items()}, sort_keys=True)
-    return f"{base}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
+def _finite(values: Iterable[float]) -> list[float | None]:
+    """JSON has no NaN and no infinity."""
+    return [x if math.isfinite(x) else None for x in values]
 
 
-def _with_steps(config: Config, steps: int) -> Config:
-    return dataclasses.replace(config, training=dataclasses.replace(config.training, steps=steps))
+def _settings(config: Config) -> dict[str, Any]:
+    """Everything in a config that decides what is learned. A custom block's file is known by its
+    checksum, wherever it lies."""
+
+    def told(value: Any) -> Any:
+        return Path(value).name if isinstance(value, CustomBlock) else value
+
+    return {name: told(value) for name, value in settled(config, "comparison")}
+
+
+def _checksum(of: Any) -> str:
+    return hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def default_name(base: str, config: Config) -> str:
+    """The name of a comparison: another one for each base, so that more variants and more seeds can
+    be added."""
+    settings = {name: str(value) for name, value in settled(config, "comparison")}
+    return f"{base}-{_checksum(settings | {'data': str(config.data)})[:6]}"

@@ -96,8 +96,12 @@ def fit_seeds(
     tokenizer: Tokenizer,
     seeds: Sequence[int],
     split: Split,
+    *,
+    drawn_from: Sequence[int] | None = None,
 ) -> Iterator[SeedsProgress]:
     """Train the model of `config`, once for each of `seeds`, which replace `training.seed`.
+
+    `drawn_from`: the seeds that the first parameters are drawn from. Default: `seeds`.
 
     A seed whose loss is no longer finite continues. The steps are compiled before this returns.
 
@@ -107,7 +111,10 @@ def fit_seeds(
     seeds, mesh = list(seeds), seeds_mesh(len(seeds))
     # Every device trains the same number of seeds. Copies of the last seed fill the gaps, and are
     # not reported.
-    filled = [*seeds, *seeds[-1:] * (-len(seeds) % mesh.shape[SEEDS])]
+    gaps = -len(seeds) % mesh.shape[SEEDS]
+    filled = [*seeds, *seeds[-1:] * gaps]
+    drawn_from = seeds if drawn_from is None else drawn_from
+    drawn_from = [*drawn_from, *drawn_from[-1:] * gaps]
     batches = [Batches(split.train, training.batch_size, context_length, seed) for seed in filled]
 
     @eqx.filter_jit
@@ -115,7 +122,7 @@ def fit_seeds(
     def draw(seed):  # as in `gptlite train`
         return make_model(config.model, tokenizer, key=jax.random.split(jax.random.key(seed))[0])
 
-    models = draw(jnp.asarray(filled, jnp.int32))
+    models = draw(jnp.asarray(drawn_from, jnp.int32))
     one = jax.tree.map(lambda x: x[0] if eqx.is_array(x) else x, models)
     train_steps = SeedsSteps(one, config, mesh, filled)
     evaluation, targets = evaluation_batches(split.validation, context_length, devices=1)

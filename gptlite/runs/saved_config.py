@@ -4,12 +4,13 @@ The copies are for people to read. They are never executed.
 """
 
 import dataclasses
+import shlex
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from gptlite.config import Config, DataConfig, ModelConfig
 from gptlite.custom import custom_sources
-from gptlite.errors import UserError
+from gptlite.errors import UserError, require
 from gptlite.machine.files import read_bounded, write_atomically, write_json
 from gptlite.machine.progress import log
 
@@ -28,10 +29,7 @@ def load_config(path: Path) -> Config:
 
     try:
         fields = read_record(path, dict[str, Any])
-        is_ours = "model_type" not in fields
-        kinds = get_type_hints(Config).items() if is_ours else ()
-        sections = {name: kind(**fields.pop(name)) for name, kind in kinds}
-        config = Config(**sections, **fields) if is_ours else None
+        config = None if "model_type" in fields else config_of(fields)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is not a readable gptlite config: {error}") from error
     if config is None:
@@ -41,10 +39,36 @@ def load_config(path: Path) -> Config:
     return config
 
 
+def config_of(fields: dict[str, Any]) -> Config:
+    """The config that `dataclasses.asdict` made `fields` of.
+
+    **Raises:** `KeyError`, `TypeError` and `UserError` if they are not those of a config.
+    """
+    fields = dict(fields)
+    sections = {name: kind(**fields.pop(name)) for name, kind in get_type_hints(Config).items()}
+    return Config(**sections, **fields)
+
+
 def corpus_arguments(data: DataConfig) -> list[str]:
     """The command-line arguments that name the text of a run; none for gptlite's own texts."""
     ours = ("auto", "shakespeare", "pydoc")
     return [] if data.corpus in ours else ["--data.corpus", data.corpus]
+
+
+def with_corpus(config: Config, corpus: str | None, owner: str) -> Config:
+    """A config that was read from `owner`, with its text as the command names it. (What is read may
+    come from a stranger: only the user decides which files are read.)
+
+    **Raises:** `UserError` if it is not gptlite's own, and the command does not name it.
+    """
+    saved = config.data.corpus
+    require(
+        corpus is not None or not corpus_arguments(config.data),
+        f"{owner} was trained on {saved}, which is not gptlite's own text and is read only if "
+        f"the command names it: {shlex.join(corpus_arguments(config.data))}.",
+    )
+    data = dataclasses.replace(config.data, corpus=saved if corpus is None else corpus)
+    return dataclasses.replace(config, data=data)
 
 
 def save_sources(run: Path, config: ModelConfig) -> None:

@@ -1,106 +1,148 @@
 """Compare variants of a model over several seeds:
-`python compare.py --base laptop --vary model.norm=rms,layer,dyt --seeds 5`."""
+`python compare.py --base laptop --vary model.norm=rms,layer,dyt`."""
 
+import contextlib
 import dataclasses
+import json
 import shlex
-import time
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from gptlite.cli import CompareArguments, parse_compare, run_script
-from gptlite.config import Config
-from gptlite.errors import UserError
+from gptlite.cli import CompareArguments, ConfirmArguments, parse_comparison, run_script
+from gptlite.config import Config, DataConfig
+from gptlite.errors import UserError, require
+
+if TYPE_CHECKING:
+    from gptlite.research.comparison import Comparison
 
 FOLDER = Path("comparisons")
 
 
 def main() -> None:
-    run_script(compare, parse_compare)
+    run_script(compare, parse_comparison)
 
 
-def compare(parsed: tuple[CompareArguments, dict[str, Config]]) -> None:
-    arguments, variants = parsed
+def compare(arguments: ConfirmArguments | tuple[CompareArguments, dict[str, Config]]) -> None:
+    if isinstance(arguments, ConfirmArguments):
+        _confirm(arguments)
+    else:
+        _compare(*arguments)
+
+
+def _compare(arguments: CompareArguments, variants: dict[str, Config]) -> None:
     # Imported here, because --help should not wait for JAX.
-    from gptlite.custom import custom_arguments, load_custom
-    from gptlite.machine.files import lock, write_atomically
-    from gptlite.machine.progress import log, progress_bar
-    from gptlite.machine.runtime import set_up_jax, with_chosen_dtype
-    from gptlite.research import plots
-    from gptlite.research.comparison import Comparison, default_name
-    from gptlite.research.report import table, to_csv
+    from gptlite.machine.runtime import set_up_jax
+    from gptlite.research.comparison import default_name
+    from gptlite.research.conduct import conduct
+    from gptlite.research.report import records
+
+    set_up_jax(min(arguments.config.training.cpu_devices, arguments.seeds))
+    variants = {name: _loaded(config) for name, config in variants.items()}
+    base = next(iter(variants.values()))
+    folder = FOLDER / (arguments.name or default_name(arguments.base, base))
+    with _printer(arguments.as_json) as print_line:
+        with _opened(folder, base.data, variants.values()) as comparison:
+            # A mistake in a variant is found before the first one is trained.
+            comparison.enter(variants, arguments.equal, again=arguments.again)
+            conduct(comparison, arguments.seeds, arguments.seeds_at_once, arguments.minutes)
+            _write(folder, comparison)
+        for record in records(comparison.results()):
+            print_line(json.dumps(record))
+
+
+def _confirm(arguments: ConfirmArguments) -> None:
+    from gptlite.machine.progress import log
+    from gptlite.machine.runtime import set_up_jax
+    from gptlite.research.confirm import recalled, train_and_confirm
+    from gptlite.research.ledger import Ledger
+    from gptlite.research.report import confirmation
+
+    folder = FOLDER / arguments.name
+    path = folder / "ledger.jsonl"
+    require(path.exists(), f"There is no comparison {folder}: there is no file {path}.")
+    variant, configs = recalled(Ledger(path), arguments.variant, arguments.custom, arguments.corpus)
+    base = next(iter(configs.values()))
+    set_up_jax(min(base.training.cpu_devices, arguments.seeds))
+    configs = {name: _loaded(config) for name, config in configs.items()}
+    with _printer(arguments.as_json) as print_line:
+        with _opened(folder, base.data, configs.values()) as comparison:
+            comparison.enter(configs, variant.equal or "steps", again=False, known=True)
+            seeds, at_once = arguments.seeds, arguments.seeds_at_once
+            begun, confirmed = train_and_confirm(comparison, variant.name, seeds, at_once)
+        record, sentence = confirmation(comparison.names, begun, confirmed)
+        log(f"\n{sentence}")
+        print_line(json.dumps(record))
+
+
+def _loaded(config: Config) -> Config:
+    from gptlite.custom import load_custom
+    from gptlite.machine.runtime import with_chosen_dtype
+
+    return with_chosen_dtype(dataclasses.replace(config, model=load_custom(config.model)))
+
+
+@contextlib.contextmanager
+def _printer(as_json: bool) -> Iterator[Callable[[str], None]]:
+    """What prints a line of JSON, or nothing if that was not asked for. If it was, all else goes to
+    standard error."""
+    stdout = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr if as_json else stdout):
+        yield lambda line: print(line, file=stdout) if as_json else None
+
+
+@contextlib.contextmanager
+def _opened(folder: Path, data: DataConfig, configs: Iterable[Config]) -> "Iterator[Comparison]":
+    """A comparison, which no other process runs meanwhile, on one text for all of `configs`."""
+    from gptlite.custom import custom_arguments
+    from gptlite.machine.files import lock
+    from gptlite.machine.progress import log
+    from gptlite.research.comparison import Comparison
     from gptlite.runs.corpora import load_corpus, require_documents
     from gptlite.runs.model import separator_of
-    from gptlite.runs.plots import save_picture
     from gptlite.runs.tokenizers import make_tokenizer
     from gptlite.text.tokens import split_corpus
 
-    data = arguments.config.data
-    seeds = list(range(arguments.seeds))
-    set_up_jax(min(arguments.config.training.cpu_devices, len(seeds)))
-
-    variants = {
-        name: with_chosen_dtype(dataclasses.replace(config, model=load_custom(config.model)))
-        for name, config in variants.items()
-    }
-
-    # One text for all.
     corpus = load_corpus(data.corpus)
     tokenizer = make_tokenizer(data.tokenizer, corpus)
-    for config in variants.values():
+    for config in configs:
         if config.model.separate_documents:
             require_documents(corpus)
             separator_of(config.model, tokenizer)  # or an error
     split = split_corpus(corpus, tokenizer, data.validation_tokens, data.max_tokens)
-    for custom in {
-        shlex.join(custom_arguments(config.model)): None for config in variants.values()
-    }:
+    for custom in {shlex.join(custom_arguments(config.model)): None for config in configs}:
         if custom:
             log(f"custom blocks: {custom}")
-
-    base = next(iter(variants.values()))
-    name = arguments.name or default_name(arguments.base, base, arguments.equal)
-    folder = FOLDER / name
     try:
         held = lock(folder / ".lock", f"The comparison {folder} is being run by another process.")
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error.strerror}.") from error
     with held:
-        comparison = Comparison(folder, base, arguments.equal, tokenizer, split, split.sha256)
-        # A mistake in a variant is found before the first one is trained.
-        trained = {
-            name: comparison.trained(name, config, seeds) for name, config in variants.items()
-        }
-        left = len(variants) * len(seeds) - sum(map(len, trained.values()))
-        log(f"variants: {len(variants)}, seeds: {len(seeds)}, runs to train: {left}")
-        start, done, results = time.perf_counter(), 0, []
-        for name, config in variants.items():
-            now = len(seeds) - len(trained[name])
-            if now:  # its first evaluation, the next line of a log, may take minutes
-                log(f"training {name}, {now} seed{'s' * (now > 1)} ...")
-            with progress_bar(name, unit="step") as bar:
-                for progress in comparison.train(name, config, seeds, arguments.seeds_at_once):
-                    bar.total, bar.n = progress.steps, progress.step
-                    bar.refresh()
-                    if progress.val_losses is not None:
-                        where = f"{name}: step {progress.step}/{progress.steps}"
-                        losses = " ".join(f"{loss:.4f}" for loss in progress.val_losses)
-                        log(f"{where}  validation losses {losses}")
-            results.append(comparison.result(name, config, seeds))
-            done, left = done + now, left - now
-            if now and left:
-                minutes = (time.perf_counter() - start) / done * left / 60
-                log(f"runs left: {left}, about {minutes:.1f} min")
-        shown = table(results)
+        yield Comparison(folder, tokenizer, split)
+
+
+def _write(folder: Path, comparison: "Comparison") -> None:
+    """The table, which is printed, the CSV file and the picture."""
+    from gptlite.machine.files import write_atomically
+    from gptlite.machine.progress import log
+    from gptlite.research import plots
+    from gptlite.research.report import table, to_csv
+    from gptlite.runs.plots import save_picture
+
+    results = comparison.results()
+    shown = table(results, comparison.tried)
+    try:
+        write_atomically(folder / "table.csv", to_csv(results))
+        write_atomically(folder / "table.txt", shown + "\n")
+        written = "table.txt and table.csv are"
         try:
-            write_atomically(folder / "table.csv", to_csv(results))
-            write_atomically(folder / "table.txt", shown + "\n")
-            written = "table.txt and table.csv are"
-            try:
-                save_picture(plots.comparison(results), folder / "comparison.png")
-                written = "table.txt, table.csv and comparison.png are"
-            except UserError as error:
-                log(f"comparison.png is not drawn: {error}")
-        except OSError as error:
-            log(f"{shown}\n")
-            reason = error.strerror or error
-            raise UserError(f"A file of {folder} cannot be written: {reason}.") from error
-    log(f"\n{shown}\n\n{written} in {folder}")
+            save_picture(plots.comparison(results), folder / "comparison.png")
+            written = "table.txt, table.csv and comparison.png are"
+        except UserError as error:
+            log(f"comparison.png is not drawn: {error}")
+    except OSError as error:
+        log(f"{shown}\n")
+        reason = error.strerror or error
+        raise UserError(f"A file of {folder} cannot be written: {reason}.") from error
+    log(f"\n{shown}\n\n{written} in {folder}, with the ledger")

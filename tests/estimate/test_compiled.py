@@ -13,7 +13,7 @@ from gptlite.estimate.hardware import HARDWARE, describe
 from gptlite.estimate.program import Work, work
 from gptlite.estimate.report import report
 from gptlite.estimate.step import compile_step, size_on_device
-from gptlite.inspect.summary import flops_per_token
+from gptlite.inspect.flops import flops_per_token
 from gptlite.machine.mesh import make_mesh
 from gptlite.models.gpt import GPT
 from gptlite.presets import GPT2_SMALL

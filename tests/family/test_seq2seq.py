@@ -18,7 +18,8 @@ from gptlite.family.encoder import Encoder
 from gptlite.family.presets import VASWANI
 from gptlite.family.seq2seq import Seq2Seq, shift_right
 from gptlite.inspect.attention_maps import attention_maps
-from gptlite.inspect.summary import flops_per_token, summary
+from gptlite.inspect.flops import flops_per_token
+from gptlite.inspect.summary import summary
 from gptlite.machine.pytrees import count_parameters
 from gptlite.nn import Attention, Heads
 from gptlite.nn.stack import unstacked

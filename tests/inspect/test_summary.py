@@ -8,7 +8,8 @@ from conftest import tiny_model
 
 from gptlite.config import TrainingConfig
 from gptlite.errors import UserError
-from gptlite.inspect.summary import activation_bytes, flops_per_token, summary
+from gptlite.inspect.flops import flops_per_token
+from gptlite.inspect.summary import activation_bytes, summary
 from gptlite.machine.pytrees import count_parameters
 from gptlite.models.gpt import GPT
 from gptlite.nn.stack import unstacked

@@ -1,3 +1,5 @@
+"""Comparisons with made-up losses: what is trained, kept, looked at, stopped and told."""
+
 import csv
 import dataclasses
 import io
@@ -12,10 +14,14 @@ from conftest import TEXT, TINY, refusal
 from gptlite.cli import parse_compare
 from gptlite.config import Config, DataConfig, TrainingConfig
 from gptlite.errors import UserError
-from gptlite.research import comparison as comparison_module, plots
-from gptlite.research.comparison import Comparison
-from gptlite.research.report import table, to_csv
+from gptlite.research import comparison as comparison_module, conduct as conduct_module, plots
+from gptlite.research.comparison import AGAIN, AGAIN_SEED, Comparison
+from gptlite.research.conduct import conduct
+from gptlite.research.equal import Equal
+from gptlite.research.ledger import Failed, Look, Runs, Variant
+from gptlite.research.report import records, table, to_csv, words
 from gptlite.research.seeds import SeedsProgress
+from gptlite.research.statistics import LEVEL, level
 from gptlite.runs.plots import save_picture
 from gptlite.runs.tokenizers import make_tokenizer
 from gptlite.scripts.compare import compare
@@ -30,180 +36,339 @@ BASE = Config(
         steps=8, batch_size=4, log_every=4, eval_every=4, compute_dtype="float32"
     ),
 )
-DEEPER = dataclasses.replace(BASE, model=dataclasses.replace(BASE.model, n_layers=3))
+
+
+def with_model(**fields):
+    return dataclasses.replace(BASE, model=dataclasses.replace(BASE.model, **fields))
+
+
+DEEPER = with_model(n_layers=3)
+BOTH = {"base": BASE, "deeper": DEEPER}
+# What a model's losses are below those of the base, by its layers, and how much that varies.
+GAINS = {1: (0.0, 0.0), 3: (0.1, 0.01), 4: (0.0, 0.05), 5: (-0.1, 0.01)}
 
 
 @pytest.fixture
 def trained(monkeypatch):
-    """What is trained, made up: seed s of the base ends at 2 + s / 10, of others 0.1 below it."""
+    """What is trained, made up: seed s of the base ends at 2 + s / 10."""
     asked = []
 
-    def fit_seeds(config, tokenizer, seeds, split):
-        asked.append((config.model.n_layers, config.training.steps, list(seeds)))
-        gain = 0.0 if config.model.n_layers == 1 else 0.1
-        looks = max(2, config.training.steps // config.training.log_every)
-        for look in range(1, looks + 1):
-            losses = [2 + looks - look + seed / 10 - gain + 0.001 * seed * gain for seed in seeds]
-            yield SeedsProgress(
-                step=look * config.training.steps // looks,
-                steps=config.training.steps,
-                val_losses=losses,
-                step_seconds=look * config.model.n_layers * 1.0,
-            )
+    def fit_seeds(config, tokenizer, seeds, split, *, drawn_from=()):
+        n_layers, steps = config.model.n_layers, config.training.steps
+        asked.append((n_layers, steps, list(seeds), list(drawn_from)))
+        gain, varies = GAINS[n_layers]
+        for place in (1, 2):
+            losses = [
+                4 - place + seed / 10 - gain + varies * ((7 * draw) % 5 - 2) / 2
+                for seed, draw in zip(seeds, drawn_from, strict=True)
+            ]
+            yield SeedsProgress(place * steps // 2, steps, losses, place * len(seeds) * 1.0)
 
     monkeypatch.setattr(comparison_module, "fit_seeds", fit_seeds)
     return asked
 
 
-def comparison(folder, equal="steps"):
-    return Comparison(folder, BASE, equal, TOKENIZER, SPLIT, "0" * 64)
+def entered(folder, configs=BOTH, equal: Equal = "steps", *, again=False, split=SPLIT):
+    comparison = Comparison(folder, TOKENIZER, split)
+    comparison.enter(configs, equal, again=again)
+    return comparison
 
 
-def run(it, name, config, seeds, at_once=None):
-    return list(it.train(name, config, seeds, at_once))
+def run(comparison, name, seeds):
+    return list(comparison.train(name, seeds))
 
 
-def test_trained_seeds_are_not_trained_again(trained, tmp_path):
-    run(comparison(tmp_path), "base", BASE, range(2))
-    run(comparison(tmp_path), "base", BASE, range(2))
-    assert trained == [(1, 8, [0, 1])]
-    run(comparison(tmp_path), "base", BASE, range(5), at_once=2)
-    assert trained[1:] == [(1, 8, [2, 3]), (1, 8, [4])]
-    result = comparison(tmp_path).result("base", BASE, range(5))
-    assert result.losses == pytest.approx([2.0, 2.1, 2.2, 2.3, 2.4])
-    assert result.evaluated_at == [4, 8]
-    assert result.curves[3] == pytest.approx([3.3, 2.3])
-    assert comparison(tmp_path).trained("base", BASE, range(9)) == [0, 1, 2, 3, 4]
+def test_the_choice_text_is_neither_trained_on_nor_the_validation_text(monkeypatch, tmp_path):
+    seen = []
 
-
-def test_a_stop_keeps_the_seeds_that_are_done(trained, tmp_path):
-    training = comparison(tmp_path).train("base", BASE, range(4), at_once=2)
-    for progress in training:
-        if len(trained) == 2 and progress.step == 4:
-            break
-    del training
-    assert comparison(tmp_path).trained("base", BASE, range(4)) == [0, 1]
-
-
-def test_another_variant_under_the_same_name_is_refused(trained, tmp_path):
-    run(comparison(tmp_path), "a", BASE, range(2))
-    with pytest.raises(UserError, match=r"a-.*\.json was trained with another model\.n_layers: "):
-        run(comparison(tmp_path), "a", DEEPER, range(2))
-    with pytest.raises(UserError, match="another --equal:"):
-        run(comparison(tmp_path, "flops"), "a", BASE, range(2))
-    fewer = dataclasses.replace(BASE, data=DataConfig(validation_tokens=50))
-    with pytest.raises(UserError, match=r"another data\.validation_tokens"):
-        run(comparison(tmp_path), "a", fewer, range(2))
-    idle = dataclasses.replace(BASE.training, save_seconds=7, cpu_devices=1, log_every=2)
-    run(comparison(tmp_path), "a", dataclasses.replace(BASE, training=idle), range(2))
-    assert len(trained) == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *(("settings", 1), ("steps", None), ("steps", 10**400), ("evaluated_at", [4, 9])),
-        *(("evaluated_at", []), ("evaluated_at", [4]), ("evaluated_at", [8, 8])),
-        *(("evaluated_at", 4), ("curves", []), ("curves", {"0": [], "1": []})),
-        *(("curves", {"0": [2.0, "2"], "1": [2.0, 2.0]}), ("seconds", {"0": 1.0})),
-        ("seconds", {"0": 1.0, "1": -1.0}),
-        ("curves", {"0": [2.0, -2.0], "1": [2.0, 2.0]}),
-        *(("seconds", {"0": 1.0, "1": 10**400}), ("curves", {"0": 1, "1": 2})),
-    ],
-)
-def test_a_damaged_file_is_refused(trained, tmp_path, name, value):
-    run(comparison(tmp_path), "a", BASE, range(2))
-    (file,) = tmp_path.glob("*.json")
-    good = json.loads(file.read_text())
-    for changed in (good | {name: value}, {key: x for key, x in good.items() if key != name}):
-        file.write_text(json.dumps(changed))
-        with pytest.raises(
-            UserError,
-            match=rf"a-.*\.json is damaged: .*({name}|value out of range|`int` <=|`float` >=)",
-        ):
-            run(comparison(tmp_path), "a", BASE, range(2))
-
-
-def test_a_file_of_another_number_of_steps_is_refused(trained, tmp_path):
-    run(comparison(tmp_path), "a", BASE, range(2))
-    (file,) = tmp_path.glob("*.json")
-    changed = json.loads(file.read_text()) | {"steps": 16, "evaluated_at": [4, 16]}
-    file.write_text(json.dumps(changed))
-    with pytest.raises(UserError, match="damaged: its steps are 16, and were to be 8"):
-        run(comparison(tmp_path), "a", BASE, range(2))
-
-
-def test_a_variant_that_cannot_be_built_is_refused_before_training(tmp_path):
-    wrong = dataclasses.replace(BASE, model=dataclasses.replace(BASE.model, mlp="relu2:rank=4"))
-    with pytest.raises(UserError, match=r"model\.mlp relu2 has no option rank"):
-        comparison(tmp_path).trained("a", wrong, range(2))
-    training = dataclasses.replace(BASE.training, freeze="embedding.*,stack.*")
-    optimizer = dataclasses.replace(BASE.optimizer, name="muon")
-    wrong = dataclasses.replace(BASE, training=training, optimizer=optimizer)
-    with pytest.raises(UserError, match="muon is for the matrices of a Stack, and none is trained"):
-        comparison(tmp_path).trained("a", wrong, range(2))
-    wrong = dataclasses.replace(BASE, model=dataclasses.replace(BASE.model, context_length=10_000))
-    with pytest.raises(UserError, match="training text is too short"):
-        comparison(tmp_path).trained("a", wrong, range(2))
-
-
-def test_long_and_similar_names_have_files_of_their_own(trained, tmp_path):
-    for name in ("a/b", "a_b", "a" * 1000):
-        run(comparison(tmp_path), name, BASE, range(2))
-    assert len(list(tmp_path.glob("*.json"))) == len(trained) == 3
-
-
-def test_a_seed_that_diverges_is_kept_and_said(monkeypatch, tmp_path):
-    def fit_seeds(config, tokenizer, seeds, split):
-        losses = [math.nan if config is not BASE and seed == 1 else 2.0 + seed for seed in seeds]
-        yield SeedsProgress(8, 8, losses, 1.0)
+    def fit_seeds(config, tokenizer, seeds, split, *, drawn_from=()):
+        seen.append(split)
+        yield SeedsProgress(8, 8, [1.0 for _ in seeds], 1.0)
 
     monkeypatch.setattr(comparison_module, "fit_seeds", fit_seeds)
-    monkeypatch.setattr(comparison_module, "_with_steps", lambda config, steps: config)
-    it, results = comparison(tmp_path), []
-    for name, config in (("base", BASE), ("n_layers=3", DEEPER)):
-        run(it, name, config, range(3))
-        results.append(it.result(name, config, range(3)))
-    assert "diverged (1 of 3 seeds)" in table(results)
-    assert "the base diverged (1 of 3 seeds)" in table(results[::-1])
-    assert "diverged" in to_csv(results)
-    plots.comparison(results).savefig(tmp_path / "picture.png")
+    run(entered(tmp_path), "base", [0])
+    n = len(SPLIT.validation)
+    assert seen[0].train.tolist() == SPLIT.train[:-n].tolist()
+    assert seen[0].validation.tolist() == SPLIT.train[-n:].tolist()
 
 
-def test_equal_flops_and_equal_time(trained, tmp_path):
-    (tmp_path / "flops").mkdir()
-    (tmp_path / "time").mkdir()
-    by_flops = comparison(tmp_path / "flops", "flops")
-    base = run(by_flops, "base", BASE, range(2))
-    deeper = run(by_flops, "deeper", DEEPER, range(2))
-    one, three = (
-        by_flops.result(name, config, range(2))
-        for name, config in (("base", BASE), ("deeper", DEEPER))
+def test_what_was_trained_is_kept(trained, tmp_path):
+    run(entered(tmp_path), "base", [0, 1])
+    comparison = entered(tmp_path)
+    assert comparison.missing("base", range(4)) == [2, 3]
+    assert comparison.missing("deeper", range(2)) == [0, 1]
+    run(comparison, "base", [2, 3])
+    (base, _) = comparison.results()
+    assert base.losses == pytest.approx({0: 2.0, 1: 2.1, 2: 2.2, 3: 2.3})
+    assert base.evaluated_at == [4, 8]
+    assert base.curves[3] == pytest.approx([3.3, 2.3])
+    assert base.seconds == pytest.approx(2.0)
+    assert base.verdict is None
+
+
+def test_a_variant_gets_its_level_when_it_is_first_tried(trained, tmp_path):
+    first = entered(tmp_path, {"base": BASE, "a": with_model(n_layers=3)}, again=True)
+    assert first.tried == 1
+    three = {"base": BASE} | {str(n): with_model(n_layers=n) for n in (3, 4, 5)}
+    second = entered(tmp_path, three, again=True)
+    assert second.tried == 3  # under another name, it is the same
+    levels = {v.name: v.level for v in second.ledger.of(Variant)}
+    assert levels == {
+        "base": None,
+        AGAIN: None,
+        "a": level(0),
+        "4": pytest.approx(level(1, 2)),
+        "5": pytest.approx(level(1, 2)),
+    }
+    before = len(second.ledger.entries)
+    assert len(entered(tmp_path, three, again=True).ledger.entries) == before
+
+
+def test_a_null_variant_is_not_better_because_it_is_compared_alone(trained, tmp_path):
+    """Its level is the one that it got among others, and the table still has them all."""
+    many = {"base": BASE} | {str(n): with_model(n_layers=n) for n in (3, 4, 5)}
+    conduct(entered(tmp_path, many), 10)
+    alone = entered(tmp_path, {"base": BASE, "4": with_model(n_layers=4)})
+    results = {result.name: result for result in alone.results()}
+    assert list(results) == ["base", "3", "4", "5"]
+    assert records([results["4"]])[0]["level"] == level(0, 3)
+    assert table(list(results.values()), alone.tried).count("better") >= 1
+
+
+def test_the_same_variant_of_edited_code_is_another_one(trained, tmp_path, monkeypatch):
+    conduct(entered(tmp_path), 10)
+    done = len(trained)
+    conduct(entered(tmp_path), 10)
+    assert len(trained) == done
+    of = comparison_module.code_of
+    monkeypatch.setattr(comparison_module, "code_of", lambda c: of(c) | {"gptlite.nn.mlp": "00"})
+    edited = entered(tmp_path)
+    assert edited.missing("base", range(2)) == [0, 1]
+    assert edited.tried == 2
+    # Only those of the code as it is now are compared.
+    assert [result.name for result in edited.results()] == ["base", "deeper"]
+    # With an edit of a variant's own file, base and older versions stay.
+    monkeypatch.setattr(
+        comparison_module, "code_of", lambda c: of(c) | {"mine": "1"} if c.n_layers == 3 else of(c)
     )
-    assert base[-1].step == 8
-    assert deeper[-1].step == round(8 * one.flops_per_token / three.flops_per_token) < 8
-    by_time = comparison(tmp_path / "time", "time")
-    run(by_time, "base", BASE, range(2))
-    deeper = run(by_time, "deeper", DEEPER, range(2))
-    assert deeper[-1].step == 3  # a third of the steps, as the made-up seconds say
+    own = entered(tmp_path)
+    assert own.missing("base", range(2)) == []
+    assert own.missing("deeper", range(2)) == [0, 1]
+    names = [result.name for result in own.results()]
+    assert names == ["base", "deeper (an earlier version)", "deeper"]
+
+
+def test_another_text_in_the_same_folder_is_refused(trained, tmp_path):
+    entered(tmp_path)
+    other = dataclasses.replace(SPLIT, sha256="0" * 64)
+    with pytest.raises(UserError, match="is a comparison on another text"):
+        entered(tmp_path, split=other)
+    fewer = split_corpus(text_corpus(TEXT), TOKENIZER, 50)
+    with pytest.raises(UserError, match=r"or another data\.validation_tokens: choose another"):
+        entered(tmp_path, split=fewer)
+
+
+def test_what_decides_nothing_is_the_same_variant(trained, tmp_path):
+    idle = dataclasses.replace(BASE.training, save_seconds=7, cpu_devices=1, log_every=2)
+    run(entered(tmp_path), "base", [0])
+    idle = entered(tmp_path, BOTH | {"base": dataclasses.replace(BASE, training=idle)})
+    assert idle.missing("base", [0]) == []
+    fewer = dataclasses.replace(BASE, data=DataConfig(max_tokens=900))
+    assert entered(tmp_path, BOTH | {"base": fewer}).missing("base", [0]) == [0]
+
+
+def test_a_variant_that_cannot_be_built_is_refused_before_it_is_entered(tmp_path):
+    training = dataclasses.replace(BASE.training, freeze="embedding.*,stack.*")
+    optimizer = dataclasses.replace(BASE.optimizer, name="muon")
+    for wrong, said in (
+        (with_model(mlp="relu2:rank=4"), r"model\.mlp relu2 has no option rank"),
+        (
+            dataclasses.replace(BASE, training=training, optimizer=optimizer),
+            "muon is for the matrices of a Stack, and none is trained",
+        ),
+        (with_model(context_length=10_000), "training text is too short"),
+    ):
+        with pytest.raises(UserError, match=said):
+            entered(tmp_path, BOTH | {"wrong": wrong})
+    assert len(Comparison(tmp_path, TOKENIZER, SPLIT).ledger.entries) == 1
+
+
+def test_a_failure_is_written_down(trained, tmp_path, monkeypatch):
+    def fit_seeds(config, tokenizer, seeds, split, *, drawn_from=()):
+        yield SeedsProgress(4, 8, [2.0 for _ in seeds], 1.0)
+        raise RuntimeError("RESOURCE_EXHAUSTED")
+
+    monkeypatch.setattr(comparison_module, "fit_seeds", fit_seeds)
+    comparison = entered(tmp_path)
+    with pytest.raises(RuntimeError):
+        run(comparison, "deeper", [0, 1])
+    (failed,) = comparison.ledger.of(Failed)
+    assert (failed.seeds, failed.reason) == ([0, 1], "RuntimeError: RESOURCE_EXHAUSTED")
+    assert comparison.missing("deeper", [0, 1]) == [0, 1]
+
+
+def test_variants_that_are_decided_get_no_more_seeds(trained, tmp_path):
+    configs = {"base": BASE} | {str(n): with_model(n_layers=n) for n in (3, 4, 5)}
+    comparison = entered(tmp_path, configs, again=True)
+    conduct(comparison, 18, at_once=6)
+    results = {result.name: result for result in comparison.results()}
+    said = {name: (words(result), len(result.curves)) for name, result in results.items()}
+    assert said == {
+        "base": ("", 18),
+        AGAIN: ("chance alone", 18),
+        "3": ("better", 6),
+        "4": ("no difference found", 18),
+        "5": (words(results["5"]), 0),
+    }
+    # The base again has first parameters of its own, and the batches of its seed.
+    drawn = [drawn for n, _, seeds, drawn in trained if drawn != seeds]
+    assert drawn == [list(range(i + AGAIN_SEED, i + AGAIN_SEED + 6)) for i in (0, 6, 12)]
+    # Each look is written down, once.
+    looks = [(look.variant, look.seeds, look.words) for look in comparison.ledger.of(Look)]
+    assert [words for _, seeds, words in looks if seeds == 6].count("better") == 1
+    assert len(looks) == len(set(looks)) == 7
+
+
+def test_a_variant_is_stopped_when_its_curve_is_behind(trained, tmp_path):
+    comparison = entered(tmp_path, {"base": BASE, "5": with_model(n_layers=5)})
+    conduct(comparison, 12, at_once=6)
+    (stopped,) = [run for run in comparison.ledger.of(Runs) if run.stopped]
+    assert stopped.evaluated_at == [4]
+    assert stopped.stopped.startswith("stopped at step 4 of 8, behind the base by 0.0983 ± 0.0")
+    assert comparison.missing("5", range(12)) == []
+    # It is as little trained again as one that is decided.
+    n = len(trained)
+    conduct(entered(tmp_path, {"base": BASE, "5": with_model(n_layers=5)}), 12, at_once=6)
+    assert len(trained) == n
+    assert len([run for run in comparison.ledger.of(Runs) if run.stopped]) == 1
+
+
+def test_minutes_bound_what_is_begun(trained, tmp_path, monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(conduct_module.time, "perf_counter", lambda: now[0])
+    fit_seeds = comparison_module.fit_seeds
+
+    def slow(*args, **options):
+        for progress in fit_seeds(*args, **options):
+            now[0] += 30.0
+            yield progress
+
+    monkeypatch.setattr(comparison_module, "fit_seeds", slow)
+    comparison = entered(tmp_path, {"base": BASE, "4": with_model(n_layers=4)})
+    with pytest.raises(UserError, match=r"2\.0 minutes here: .*--training\.steps about 6 in place"):
+        conduct(comparison, 20, at_once=5, minutes=1.5)
+    now[0] = 0.0
+    conduct(comparison, 20, at_once=5, minutes=4.5)
+    assert now[0] == 240.0
+    assert "no more seeds: the 4.5 minutes are used up" in capsys.readouterr().out
+    assert [len(result.curves) for result in comparison.results()] == [10, 10]
+
+
+def test_equal_tokens_and_flops(trained, tmp_path):
+    wide = dataclasses.replace(
+        DEEPER, training=dataclasses.replace(BASE.training, batch_size=8), model=DEEPER.model
+    )
+    comparison = entered(tmp_path, BOTH | {"wide": wide}, "tokens")
+    assert run(comparison, "deeper", [0])[-1].steps == 8
+    assert run(comparison, "wide", [0])[-1].steps == 4
+    comparison = entered(tmp_path, BOTH | {"wide": wide}, "flops")
+    assert run(comparison, "base", [0])[-1].steps == 8
+    deeper = run(comparison, "deeper", [0])[-1].steps
+    assert 2 <= deeper <= 4  # three layers of one, and the same head
+    assert run(comparison, "wide", [0])[-1].steps == pytest.approx(deeper / 2, abs=0.5)
+
+
+def test_equal_time_counts_what_its_error_may_make(trained, tmp_path, monkeypatch):
+    measured = iter([[0.25, 0.5, 0.75] * 5, [0.5] * 15])
+    monkeypatch.setattr(comparison_module, "speed_ratios", lambda *_: next(measured))
+    comparison = entered(tmp_path, equal="time")
+    for seeds in (range(6), range(6, 12)):
+        run(comparison, "base", seeds)
+        assert run(comparison, "deeper", seeds)[-1].steps == 4
+    base, deeper = comparison.results()
+    # Of 30 ratios, the interval of the median is from the 7th to the 24th: 0.5 to 0.5. After the
+    # first 15, it was from 0.25 to 0.75, and anything could have been its doing.
+    assert words(deeper) == "better"
+    first = dataclasses.replace(base, curves={s: c for s, c in base.curves.items() if s < 6})
+    speeds = comparison._speeds
+    monkeypatch.setattr(comparison, "_speeds", lambda variant: speeds(variant)[:1])
+    variant = next(v for v in comparison.ledger.of(Variant) if v.name == "deeper")
+    # The logarithm of 2, times 1 nat in the second half of the curve, which doubles the steps.
+    assert comparison._tolerance(variant, first) == pytest.approx(1.0)
+    assert words(comparison.results()[1]) == "no difference found"
+
+
+def test_a_table_tells_what_is_equal_where_that_differs(trained, tmp_path):
+    conduct(entered(tmp_path), 5)
+    comparison = entered(tmp_path, BOTH, "tokens")
+    assert [result.name for result in comparison.results()] == [
+        "base",
+        "deeper (equal steps)",
+        "deeper",
+    ]
+
+
+def test_equal_time_needs_the_slope_of_the_curve(tmp_path):
+    late = dataclasses.replace(BASE, training=dataclasses.replace(BASE.training, eval_every=5))
+    with pytest.raises(UserError, match=r"training\.eval-every must be at most 4, got 5"):
+        entered(tmp_path, BOTH | {"base": late}, "time")
+
+
+def test_equal_parameters(tmp_path):
+    gated = with_model(mlp="swiglu", d_ff=None)
+    comparison = entered(tmp_path, {"base": with_model(d_ff=None), "gated": gated}, "parameters")
+    base, variant = comparison.ledger.of(Variant)
+    assert variant.parameters == pytest.approx(base.parameters, rel=0.01)
+    assert variant.config["model"]["d_ff"] < 4 * TINY.d_model
+    with pytest.raises(UserError, match=r"cannot have the [\d,]+ parameters of the base: with"):
+        entered(tmp_path, BOTH, "parameters")
+
+
+def test_seeds_that_diverge_are_kept_and_said(monkeypatch, tmp_path):
+    def fit_seeds(config, tokenizer, seeds, split, *, drawn_from=()):
+        bad = config.model.n_layers == 3
+        yield SeedsProgress(8, 8, [math.nan if bad and s == 1 else 2.0 + s for s in seeds], 1.0)
+
+    monkeypatch.setattr(comparison_module, "fit_seeds", fit_seeds)
+    comparison = entered(tmp_path)
+    conduct(comparison, 12, at_once=3)
+    results = comparison.results()
+    assert "diverged (1 of 3 seeds)" in table(results, 1)
+    assert records(results)[1]["losses"]["1"] is None
+    plots.comparison(results).savefig(tmp_path / "picture.png")
+    comparison = entered(tmp_path, {"deeper": DEEPER, "base": BASE})
+    conduct(comparison, 12, at_once=3)
+    assert "the base diverged (1 of 3 seeds)" in table(comparison.results(), 2)
 
 
 def test_the_report(trained, tmp_path):
-    it, results = comparison(tmp_path), []
-    for name, config in (("base", BASE), ("n_layers=3", DEEPER)):
-        run(it, name, config, range(3))
-        results.append(it.result(name, config, range(3)))
-    lines = table(results).splitlines()
-    assert lines[2].split()[:4] == ["base", "2.1000", "±", "0.2484"]
-    assert lines[3].startswith("n_layers=3  2.0001 ±")
-    assert "-0.0999 ± " in lines[3]
-    assert lines[3].endswith("better")
-    assert lines[0].index("verdict") == lines[3].index("better")
-    assert "mean of 3 seeds" in lines[-1]
-    base, deeper = csv.DictReader(io.StringIO(to_csv(results)))
-    assert [float(base[f"val_loss_seed_{seed}"]) for seed in range(3)] == results[0].losses
-    assert float(deeper["difference"]) == pytest.approx(-0.0999)
-    assert (base["verdict"], deeper["verdict"]) == ("", "better")
+    comparison = entered(tmp_path, BOTH | {"4": with_model(n_layers=4)}, again=True)
+    conduct(comparison, 12)
+    results = comparison.results()
+    lines = table(results, comparison.tried).splitlines()
+    rows = {line[:10].strip(): line for line in lines[2:6]}
+    assert list(rows) == ["base", AGAIN, "deeper", "4"]
+    assert rows["base"].split()[1:3] == ["2.5500", "±"]
+    assert "-0.1" in rows["deeper"]
+    assert rows["deeper"].endswith("better")
+    assert rows["4"].endswith("no difference found")
+    assert lines[0].index("verdict") == rows["deeper"].index("better")
+    assert "which are 2: the probability" in lines[-1]
+    assert f"at most {LEVEL:.0%}" in lines[-1]
+    found = list(csv.DictReader(io.StringIO(to_csv(results))))
+    assert [float(found[0][f"loss_seed_{seed}"]) for seed in range(12)] == list(
+        results[0].losses.values()
+    )
+    assert [row["verdict"] for row in found] == [
+        "",
+        "chance alone",
+        "better",
+        "no difference found",
+    ]
+    of_json = json.loads(json.dumps(records(results), allow_nan=False))
+    assert [row["verdict"] for row in of_json] == [row["verdict"] for row in found]
+    assert of_json[2]["difference"] == float(found[2]["difference"]) < 0
+    assert of_json[3]["found_from"] > 0.03
     named = [dataclasses.replace(result, name=rf"{result.name} $\no$") for result in results]
     for drawn in (results, named):  # a name may look like a formula
         save_picture(plots.comparison(drawn), tmp_path / "picture.png")
@@ -220,15 +385,20 @@ def test_a_log_says_what_is_trained(trained, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text(TEXT)
     words = """--data.corpus text.txt --model.n-layers 1 --model.n-heads 2 --model.d-model 16
-        --model.context-length 16 --training.steps 4 --training.eval-every 4
-        --vary model.norm=layer --seeds"""
+        --model.context-length 16 --training.steps 4 --training.eval-every 4 --no-again
+        --vary model.n-layers=4 --seeds-at-once 5 --seeds"""
     for seeds, training in ("2", "2 seeds"), ("3", "1 seed"), ("3", None):
         compare(parse_compare([*words.split(), seeds]))
         lines = capsys.readouterr().out.splitlines()
         names = [line for line in lines if line.startswith("training ")]
-        variants = ("base (quick)", "norm=layer")
+        variants = ("base (quick)", "n-layers=4")
         wanted = [f"training {name}, {training} ..." for name in variants]
         assert names == (wanted if training else [])
+    compare(parse_compare([*words.split(), "3", "--json"]))
+    output = capsys.readouterr()
+    found = [json.loads(line) for line in output.out.splitlines()]
+    assert [row["variant"] for row in found] == ["base (quick)", "n-layers=4"]
+    assert "no difference found" in output.err
 
 
 def test_the_command_line():
@@ -274,10 +444,13 @@ def test_the_command_line():
         ("--vary model.norm=dyt --seeds-at-once 0", "seeds_at_once must be at least 1"),
         (
             "--vary training.steps=600 --equal flops",
-            "--equal flops chooses the steps of each variant: leave training.steps out of --vary",
+            "--equal flops chooses training.steps for each variant: leave it out of --vary",
         ),
-        ("--vary model.norm=dyt+training.steps=600 --equal time", "leave training.steps out"),
-        ("--vary 'training.steps = 600' --equal time", "leave training.steps out"),
+        ("--vary model.norm=dyt+training.steps=600 --equal time", "chooses training.steps"),
+        ("--vary 'training.steps = 600' --equal time", "chooses training.steps"),
+        ("--vary training.steps=600 --equal tokens", "chooses training.steps"),
+        ("--vary model.d-ff=60,70 --equal parameters", "chooses model.d_ff for each"),
+        ("--vary model.norm=dyt --minutes 0", "minutes must be above 0"),
     ],
 )
 def test_a_command_line_that_makes_no_sense_is_refused(words, said):

@@ -64,3 +64,14 @@ def test_a_seed_gets_what_it_would_get_alone(three):
     np.testing.assert_allclose(together, losses, rtol=1e-4)
     others = [p.val_losses[1] for p in three if p.val_losses is not None]
     assert not np.allclose(others, losses, rtol=2e-3)
+
+
+def test_the_first_parameters_may_be_those_of_another_seed(three):
+    """The batches stay those of the seed."""
+    again = list(fit_seeds(CONFIG, TOKENIZER, [3, 0, 7], SPLIT, drawn_from=[3, 7, 7]))
+    same, other, third = np.transpose([p.val_losses for p in again if p.val_losses is not None])
+    before = np.transpose([p.val_losses for p in three if p.val_losses is not None])
+    np.testing.assert_allclose(same, before[0], rtol=1e-4)
+    np.testing.assert_allclose(third, before[2], rtol=1e-4)
+    for seed in (1, 2):
+        assert not np.allclose(other, before[seed], rtol=5e-4)

@@ -15,7 +15,7 @@ from unittest import mock
 import tyro
 from conftest import PLAY, ROOT, TEXT, run_script
 
-from gptlite.cli import parse_compare, parse_sample, parse_serve, parse_train
+from gptlite.cli import parse_comparison, parse_sample, parse_serve, parse_train
 from gptlite.scripts.estimate import parse_estimate
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -69,6 +69,7 @@ RULES: dict[str, str | None] = {
     "gptlite train": TRAIN,
     "gptlite sample": "--max-new-tokens 5",
     "echo -n": "",
+    "gptlite compare confirm": "--data.corpus text.txt --seeds 2",
     "gptlite compare --vary model.separate-documents": f"{SMALL} --seeds 2",
     "gptlite compare": f"{TRAIN} --seeds 2",
     "python benchmarks/quality.py": TRAIN.replace("text.txt", "$PWD/text.txt"),
@@ -87,6 +88,7 @@ RULES: dict[str, str | None] = {
         "--steps 2 -- --data.corpus $PWD/text.txt --model.context-length 8"
     ),
     "python benchmarks/docstrings.py": "",
+    "python benchmarks/laboratory.py": "--repeats 10",
     "python benchmarks/train_speed.py": "--shapes S --rounds 1",
     "python benchmarks/sample_speed.py": "--shapes S --batches 1 --rounds 1",
     "python benchmarks/startup.py": "--rounds 1",
@@ -120,7 +122,7 @@ PARSERS: dict[str, Callable[[list[str]], Any]] = {
     "train": parse_train,
     "sample": parse_sample,
     "serve": parse_serve,
-    "compare": parse_compare,
+    "compare": parse_comparison,
     "estimate": parse_estimate,
 }
 

@@ -1,0 +1,102 @@
+"""What computes a result: the code that it holds for."""
+
+import ast
+import functools
+import hashlib
+import importlib.metadata
+import sys
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+from gptlite.config import ModelConfig
+from gptlite.custom import custom_sources
+
+# What trains and judges a variant.
+FIRST = Path(__file__).with_name("seeds.py")
+# Packages whose version may change what is computed.
+PACKAGES = ("jax", "jaxlib", "equinox", "optax", "numpy")
+
+
+def code_of(config: ModelConfig) -> dict[str, str]:
+    """What computes the results of a config whose custom blocks are loaded: the checksum of each
+    module of gptlite that takes part, of each file with custom blocks as it was executed, and of
+    each module that these import; the versions of packages.
+
+    Modules are found by the `import` lines. Those that are imported otherwise, and what a module
+    reads from files, are not seen.
+    """
+    code = {name: importlib.metadata.version(name) for name in PACKAGES} | _ours()
+    for name, source in custom_sources(config).items():
+        stem = name.removesuffix(".py")
+        code |= _imported(stem, Path(str(sys.modules[stem].__file__)), source)
+    return code
+
+
+@functools.cache
+def _ours() -> dict[str, str]:
+    return _imported("gptlite.research.seeds", FIRST, FIRST.read_bytes())
+
+
+def _imported(module: str, file: Path, source: bytes) -> dict[str, str]:
+    """A module and all that it imports, except for Python's own: checksums, and versions of
+    packages that are installed. Those of gptlite only if it belongs to gptlite itself."""
+    is_ours, found = module.startswith("gptlite."), {}
+    root = file.parents[module.count(".")]
+    pending = [(module, file, source)]
+    while pending:
+        module, file, source = pending.pop()
+        found[module] = hashlib.sha256(source).hexdigest()[:16]
+        for name in _imports(module, file, source):
+            top = name.partition(".")[0]
+            if name in found or top in sys.stdlib_module_names or is_ours != (top == "gptlite"):
+                continue
+            origin = _origin(name, root)
+            if origin is None:  # no module: a name in one
+                continue
+            if not is_ours and {"site-packages", "dist-packages"} & set(origin.parts):
+                found |= _version(top)
+            else:
+                pending.append((name, origin, origin.read_bytes()))
+    return found
+
+
+def _imports(module: str, file: Path, source: bytes) -> Iterator[str]:
+    """The names that may be modules which `source` imports, and the packages that these are in."""
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(source)):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [name.name for name in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            # One dot is the package itself, each further one the package around it.
+            above = package.split(".")[: len(package.split(".")) - node.level + 1]
+            start = [*(above if node.level else []), *([node.module] if node.module else [])]
+            names = [".".join([*start, name.name]) for name in node.names]
+        for name in names:
+            parts = name.split(".")
+            yield from (".".join(parts[: i + 1]) for i in range(len(parts)))
+
+
+def _origin(name: str, root: Path) -> Path | None:
+    """The file of a module, which is not executed. `root`: a folder to look in first."""
+    loaded = getattr(sys.modules.get(name), "__file__", None)
+    if loaded is not None:
+        return Path(loaded) if loaded.endswith(".py") else None
+    places: list[str] | None = [str(root), *sys.path]
+    spec: ModuleSpec | None = None
+    parts = name.split(".")
+    for i in range(len(parts)):
+        spec = PathFinder.find_spec(".".join(parts[: i + 1]), places)
+        if spec is None:
+            return None
+        places = spec.submodule_search_locations
+    origin = None if spec is None else spec.origin
+    return Path(origin) if origin is not None and origin.endswith(".py") else None
+
+
+def _version(package: str) -> dict[str, str]:
+    try:
+        return {package: importlib.metadata.version(package)}
+    except importlib.metadata.PackageNotFoundError:  # installed under another name
+        return {}

@@ -1,0 +1,220 @@
+"""The ledger of a comparison: everything that was tried, in the order in which it was tried.
+
+A file of lines, each a JSON object, which is appended to and never rewritten. Each line has the
+checksum of the line before, so a line that was changed or taken out is noticed.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from gptlite.errors import UserError, require
+from gptlite.machine.fields import MAX_INT32
+from gptlite.machine.files import MAX_NUMBER, read_bounded, sync
+from gptlite.machine.printed import CONTROL
+from gptlite.machine.records import Natural, NotNegative, Number, parse_record
+from gptlite.research.equal import Equal
+
+# Bytes of a ledger: some ten thousand runs.
+MAX_LEDGER = 2**26
+# The checksum before the first line.
+FIRST = "0" * 64
+
+Steps = Annotated[int, msgspec.Meta(ge=1, le=MAX_INT32)]
+Checksum = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16,64}$")]
+Share = Annotated[float, msgspec.Meta(gt=0, lt=1)]
+Loss = NotNegative | None
+"""None: not finite, for which JSON has no number."""
+
+
+class Entry(msgspec.Struct, tag_field="entry", frozen=True):
+    """A line."""
+
+
+class Opened(Entry, tag="opened", frozen=True):
+    """The first line: the texts, which stay the same."""
+
+    text: Checksum
+    tokenizer: Checksum
+    choice_tokens: Steps
+    validation_tokens: Steps
+
+
+class Variant(Entry, tag="variant", frozen=True):
+    """A variant, with one config and one version of the code, before anything of it is trained."""
+
+    variant: Checksum
+    """Of everything that decides what it learns."""
+    name: str
+    base: Checksum | None
+    """None: it is one itself."""
+    level: Share | None
+    """That of its test. None: it is a base, or one once more."""
+    equal: Equal | None
+    """What it has in common with the base. None: it is a base."""
+    config: dict[str, Any]
+    code: dict[str, str]
+    """See `code_of`."""
+    parameters: Natural
+    operations_per_token: Annotated[int, msgspec.Meta(ge=0)]
+    """Floating-point operations of training."""
+
+    def __post_init__(self):
+        if CONTROL.search(self.name):
+            raise ValueError("its name has control characters")
+
+
+class Runs(Entry, tag="runs", frozen=True):
+    """Seeds that were trained at the same time."""
+
+    variant: Checksum
+    seeds: list[Natural]
+    steps: Steps
+    """That it was to be trained for."""
+    evaluated_at: list[Steps]
+    curves: list[list[Loss]]
+    """For each seed, the loss on the choice text at each of `evaluated_at`."""
+    seconds: NotNegative
+    """That steps took."""
+    stopped: str = ""
+    """Why it ended before its last step, if it did."""
+
+    def __post_init__(self):
+        in_order = [0, *sorted(set(self.evaluated_at))]
+        if [0, *self.evaluated_at] != in_order or in_order[-1] > self.steps:
+            raise ValueError("its evaluated_at is wrong")
+        if not self.stopped and in_order[-1] != self.steps:
+            raise ValueError("its evaluated_at is wrong")
+        if len(self.curves) != len(self.seeds) or len(set(self.seeds)) != len(self.seeds):
+            raise ValueError("its curves are wrong")
+        if any(len(curve) != len(self.evaluated_at) for curve in self.curves):
+            raise ValueError("its curves are wrong")
+
+
+class Speed(Entry, tag="speed", frozen=True):
+    """How fast a variant is, measured before seeds of it are trained for as long as the base is."""
+
+    variant: Checksum
+    steps: Steps
+    """That it is trained for in that time."""
+    ratios: list[Annotated[float, msgspec.Meta(gt=0, le=MAX_NUMBER)]]
+    """The base's seconds per step over the variant's, measured one after the other."""
+
+
+class Failed(Entry, tag="failed", frozen=True):
+    """A variant whose training was not finished."""
+
+    variant: Checksum
+    seeds: list[Natural]
+    reason: str
+
+
+class Look(Entry, tag="look", frozen=True):
+    """The verdict on the choice text, after so many seeds."""
+
+    variant: Checksum
+    seeds: Natural
+    difference: Number | None
+    margin: NotNegative | None
+    words: str
+
+
+class Confirming(Entry, tag="confirming", frozen=True):
+    """A variant is to be judged on the validation text. Written before it is trained for that, so
+    that it counts as a look also if it is stopped."""
+
+    variant: Checksum
+    seeds: list[Natural]
+    """Which nothing has been trained from before."""
+    level: Share
+    tried: Natural
+    """The variants that had been tried."""
+
+
+class Confirmed(Entry, tag="confirmed", frozen=True):
+    """The verdict on the validation text."""
+
+    variant: Checksum
+    losses: list[Loss]
+    """Of each seed."""
+    base_losses: list[Loss]
+    difference: Number | None
+    margin: NotNegative | None
+    words: str
+
+
+Kind = Opened | Variant | Speed | Runs | Failed | Look | Confirming | Confirmed
+E = TypeVar("E", bound=Entry)
+
+
+class Ledger:
+    """The entries in a file."""
+
+    def __init__(self, path: Path):
+        """**Raises:** `UserError` if the file is damaged, or was changed."""
+        self.path = path
+        self.entries: list[Kind] = []
+        self._last, self._end = FIRST, 0
+        if not path.exists():
+            return
+        try:
+            content = read_bounded(path, MAX_LEDGER)
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error}.") from error
+        # What follows the last line's end was cut off when it was written, and never counted.
+        *lines, _ = content.split(b"\n")
+        for number, line in enumerate(lines, 1):
+            where = f"{path} is damaged, or was changed, at line {number}"
+            try:
+                record = parse_record(line, dict[str, Any])
+                before = record.pop("before", None)
+                record.pop("at", None)
+                entry = msgspec.convert(record, Kind)
+            except (ValueError, msgspec.ValidationError) as error:
+                raise UserError(f"{where}: {error}. {_ELSE}") from error
+            require(before == self._last, f"{where}: it does not follow the one before. {_ELSE}")
+            self._took(line, entry)
+
+    def _took(self, line: bytes, entry: Kind) -> None:
+        self.entries.append(entry)
+        self._last = hashlib.sha256(line).hexdigest()
+        self._end += len(line) + 1
+
+    def append(self, entry: Kind) -> None:
+        """Write `entry`.
+
+        **Raises:** `UserError` if it cannot be written.
+        """
+        record = {
+            **msgspec.to_builtins(entry),
+            "at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "before": self._last,
+        }
+        line = json.dumps(record, allow_nan=False).encode()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | getattr(os, "O_BINARY", 0))
+            with open(descriptor, "wb") as file:
+                file.truncate(self._end)
+                file.seek(self._end)
+                file.write(line + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            if self._end == 0:
+                sync(self.path.parent)
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be written: {error.strerror}.") from error
+        self._took(line, entry)
+
+    def of(self, kind: type[E]) -> Iterator[E]:
+        """The entries of a kind."""
+        return (entry for entry in self.entries if isinstance(entry, kind))
+
+
+_ELSE = "Give this comparison another --name, or move its folder away."

@@ -1,0 +1,102 @@
+"""The ledger is only appended to, and a change of a line is noticed."""
+
+import json
+
+import pytest
+
+from gptlite.errors import UserError
+from gptlite.research.ledger import Failed, Ledger, Look, Opened, Runs, Speed, Variant
+
+OPENED = Opened("ab" * 32, "cd" * 8, 100, 100)
+VARIANT = Variant("ef" * 8, "n_layers=3", "ab" * 8, 0.02, "steps", {}, {"jax": "0.10"}, 100, 600)
+RUNS = Runs("ef" * 8, [0, 1], 8, [4, 8], [[2.0, 1.5], [2.0, None]], 3.0)
+ENTRIES = [
+    OPENED,
+    VARIANT,
+    Speed("ef" * 8, 8, [1.0, 1.5]),
+    RUNS,
+    Failed("ef" * 8, [2], "XlaRuntimeError: no memory"),
+    Look("ef" * 8, 2, -0.1, None, "no difference found"),
+    Runs("ef" * 8, [2], 8, [4], [[2.0]], 1.0, "stopped at step 4 of 8"),
+]
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "new" / "ledger.jsonl"
+    ledger = Ledger(path)
+    for entry in ENTRIES:
+        ledger.append(entry)
+    return path
+
+
+def test_entries_are_read_as_they_were_written(path):
+    ledger = Ledger(path)
+    assert ledger.entries == ENTRIES
+    assert list(ledger.of(Runs)) == [ENTRIES[3], ENTRIES[6]]
+    before = path.read_bytes()
+    ledger.append(VARIANT)
+    assert path.read_bytes().startswith(before)
+    assert Ledger(path).entries == [*ENTRIES, VARIANT]
+
+
+def test_a_line_that_was_cut_off_never_was(path):
+    """A process that is killed, or a full disk."""
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-30])
+    ledger = Ledger(path)
+    assert ledger.entries == ENTRIES[:-1]
+    ledger.append(VARIANT)
+    assert Ledger(path).entries == [*ENTRIES[:-1], VARIANT]
+
+
+def test_a_line_that_was_changed_taken_out_or_moved_is_noticed(path):
+    lines = path.read_bytes().splitlines(keepends=True)
+
+    def refused(content, number):
+        path.write_bytes(b"".join(content))
+        with pytest.raises(UserError, match=rf"damaged, or was changed, at line {number}: "):
+            Ledger(path)
+
+    refused([*lines[:3], lines[3].replace(b"1.5", b"1.4"), *lines[4:]], 5)
+    refused([*lines[:3], lines[3].replace(b": 3.0", b": 3.00"), *lines[4:]], 5)
+    refused([*lines[:2], *lines[3:]], 3)
+    refused([lines[0], lines[2], lines[1], *lines[3:]], 2)
+    refused([*lines, lines[-1]], 8)
+    refused(lines[1:], 1)
+    path.write_bytes(b"".join(lines))
+    assert Ledger(path).entries == ENTRIES
+
+
+@pytest.mark.parametrize(
+    ("entry", "changes"),
+    [
+        (RUNS, {"entry": "other"}),
+        *((RUNS, {"steps": x}) for x in (None, 0, 10**400, 6)),
+        *((RUNS, {"evaluated_at": x}) for x in ([], [4], [8, 8], [4, 9], 4)),
+        *((RUNS, {"curves": x}) for x in ([], [[], []], [[2.0, "2"], [2.0, 2.0]], [[2.0, -2.0]])),
+        *((RUNS, {"seeds": x}) for x in ([0], [0, 0], [0, -1])),
+        *((RUNS, {"seconds": x}) for x in (-1.0, 10**400, "1")),
+        *((VARIANT, {"level": x}) for x in (0.0, 1.0, "a")),
+        *((VARIANT, {"variant": x}) for x in ("", "../../etc", 4)),
+        (VARIANT, {"name": "a\x1b[2J"}),
+        (Speed("ef" * 8, 8, [1.0]), {"ratios": [0.0]}),
+    ],
+)
+def test_a_line_that_cannot_be_is_refused(tmp_path, entry, changes):
+    """Also if its checksums are right: a folder may come from a stranger."""
+    path = tmp_path / "ledger.jsonl"
+    Ledger(path).append(entry)
+    record = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps(record) + "\n")
+    with pytest.raises(UserError, match=r"ledger\.jsonl is damaged, or was changed, at line 1: "):
+        Ledger(path)
+
+
+def test_a_ledger_that_cannot_be_written_is_said(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"file.ledger\.jsonl cannot be written: "):
+        Ledger(tmp_path / "file" / "ledger.jsonl").append(OPENED)
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    with pytest.raises(UserError, match="link cannot be read: it is a link"):
+        Ledger(tmp_path / "link")
