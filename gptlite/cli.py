@@ -286,6 +286,14 @@ class CompareArguments:
     parameters: their model.d_ff is chosen. time is measured by turns, and a difference that the
     error of that may make is none."""
 
+    tune: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """A number to choose for base and variants alike before they are compared, on the choice text,
+    such as optimizer.learning_rate: from a quarter of its value to four times that, or as
+    FIELD=LOW,HIGH; may be given twice, for two numbers together."""
+
+    tune_points: Annotated[int, Between(2, 1_000)] = 7
+    """Values that --tune tries for each of them, from two seeds."""
+
     again: bool = True
     """Whether the base is trained once more from other first parameters, to show what chance alone
     does."""

@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ from gptlite.inspect.flops import operations_per_token
 from gptlite.inspect.summary import activation_bytes
 from gptlite.machine.fields import settled
 from gptlite.machine.memory import free_memory
-from gptlite.machine.names import CustomBlock
+from gptlite.machine.names import CUSTOM_FIELDS
 from gptlite.machine.pytrees import count_parameters
 from gptlite.research.code import code_of
 from gptlite.research.equal import Equal, steps_of, with_parameters
@@ -43,13 +44,15 @@ from gptlite.research.ledger import (
     Opened,
     Runs,
     Speed,
+    Tuned,
     Variant,
 )
 from gptlite.research.seeds import SeedsProgress, fit_seeds
-from gptlite.research.speed import ratio_of, speed_ratios, tolerance
+from gptlite.research.speed import ratio_of, seconds_per_step, speed_ratios, tolerance
 from gptlite.research.statistics import LEVEL, Verdict, judge, level, sequence
 from gptlite.runs.frozen import trainable
 from gptlite.runs.model import abstract_model
+from gptlite.runs.saved_config import config_of
 from gptlite.text.batches import Batches
 from gptlite.text.tokenizer import Tokenizer
 from gptlite.text.tokens import Split
@@ -63,6 +66,8 @@ AGAIN_SEED = 200_000
 CONFIRM_SEED, APART = 300_000, 10_000
 # The share of a run before which no variant is stopped because it is behind.
 EARLY = 0.5
+# Dispatches after which the speed is known well enough for a plan.
+MEASURED = 5
 # Share of the free memory that seeds may fill together.
 MEMORY_SHARE = 0.6
 
@@ -200,6 +205,64 @@ class Comparison:
         entry = Runs(variant.variant, list(seeds), steps, evaluated_at, by_seed, seconds, stopped)
         self.ledger.append(entry)
 
+    def check(self, config: Config) -> None:
+        """**Raises:** `UserError` if a config cannot be built and trained."""
+        self._described("", config, None, None)
+
+    def steps_of_base(self, config: Config) -> int | None:
+        """The steps of the newest base that is like `config` but for its steps and evaluations, and
+        for what was tuned; None if there is none."""
+        free = {"training.steps", "training.eval_every"}
+        free |= {name for entry in self.ledger.of(Tuned) for name in entry.values}
+
+        def fixed(config: Config) -> dict[str, Any]:
+            return {name: x for name, x in _settings(config).items() if name not in free}
+
+        for entry in reversed(list(self.ledger.of(Variant))):
+            if entry.base is None and fixed(config_of(entry.config)) == fixed(config):
+                return entry.config["training"]["steps"]
+        return None
+
+    def seconds_of(self, config: Config, at_once: int) -> tuple[float, float]:
+        """Seconds before the first step of `at_once` seeds, and seconds of a step."""
+        began = time.perf_counter()
+        steps = seconds_per_step(config, self._tokenizer, self._split, at_once)
+        next(steps)
+        before = time.perf_counter() - began
+        return before, float(np.median([next(steps) for _ in range(MEASURED)]))
+
+    def equal_steps(self, config: Config, base: Config, equal: Equal, at_once: int) -> int:
+        """The steps that make `config` equal to `base`, before both are entered."""
+        if equal == "time":
+            ratios = speed_ratios(base, config, self._tokenizer, self._split, at_once)
+            return max(1, round(base.training.steps * ratio_of(ratios)[0]))
+        operations = (
+            self._described("", x, None, equal).operations_per_token for x in (base, config)
+        )
+        return steps_of(config, base, equal, *operations)
+
+    def tuning_losses(self, config: Config, seeds: Sequence[int]) -> list[float] | None:
+        """The losses of a config that was trained to tune it, None if it was not."""
+        variant = self._described("", config, None, None).variant
+        for entry in self.ledger.of(Tuned):
+            if entry.variant == variant and entry.seeds == list(seeds):
+                return [math.nan if x is None else x for x in entry.losses]
+        return None
+
+    def train_to_tune(
+        self, name: str, config: Config, values: Mapping[str, float], seeds: Sequence[int]
+    ) -> Iterator[SeedsProgress]:
+        """Train a config to tune it, and keep its losses."""
+        variant, steps = self._described(name, config, None, None), config.training.steps
+        losses = []
+        with self._told(variant, seeds):
+            for progress in fit_seeds(config, self._tokenizer, seeds, self._split):
+                losses = progress.val_losses or losses
+                yield progress
+        kept = _finite(losses)
+        entry = Tuned(variant.variant, name, dict(values), list(seeds), steps, kept)
+        self.ledger.append(entry)
+
     def begin_to_confirm(self, name: str, n_seeds: int) -> Confirming:
         """Write down that a variant is to be judged on the validation text, and from which seeds:
         others than all before.
@@ -309,7 +372,9 @@ class Comparison:
         seeds = max(1, int(MEMORY_SHARE * free_memory() / each))
         return max(seeds - seeds % jax.device_count(), 1)
 
-    def _described(self, name: str, config: Config, base: Variant | None, equal: Equal) -> Variant:
+    def _described(
+        self, name: str, config: Config, base: Variant | None, equal: Equal | None
+    ) -> Variant:
         """The entry of a variant, without its level."""
         model = abstract_model(config.model, self._tokenizer)
         trained = trainable(config, model)
@@ -421,11 +486,11 @@ def _finite(values: Iterable[float]) -> list[float | None]:
 def _settings(config: Config) -> dict[str, Any]:
     """Everything in a config that decides what is learned. A custom block's file is known by its
     checksum, wherever it lies."""
-
-    def told(value: Any) -> Any:
-        return Path(value).name if isinstance(value, CustomBlock) else value
-
-    return {name: told(value) for name, value in settled(config, "comparison")}
+    custom = {f"model.{name}" for name in CUSTOM_FIELDS}
+    return {
+        name: Path(value).name if name in custom else value
+        for name, value in settled(config, "comparison")
+    }
 
 
 def _checksum(of: Any) -> str:

@@ -17,6 +17,11 @@ GROUP = 5
 MEASURED = 3.0
 
 
+def group_size(devices: int) -> int:
+    """The seeds that are trained at the same time, if nothing else is said."""
+    return -(-GROUP // devices) * devices
+
+
 def conduct(
     comparison: Comparison, n_seeds: int, at_once: int | None = None, minutes: float | None = None
 ) -> None:
@@ -29,8 +34,7 @@ def conduct(
     **Raises:** `UserError` if the first group would take longer than `minutes`, as its first
     seconds tell.
     """
-    devices = jax.device_count()
-    size = at_once or -(-GROUP // devices) * devices
+    size = at_once or group_size(jax.device_count())
     base, *left = comparison.names
     clock = _Clock(minutes, len(comparison.names))
     for first in range(0, n_seeds, size):

@@ -97,6 +97,19 @@ class Runs(Entry, tag="runs", frozen=True):
             raise ValueError("its curves are wrong")
 
 
+class Tuned(Entry, tag="tuned", frozen=True):
+    """A variant, or a base, that was trained with other values of its knobs, to choose them."""
+
+    variant: Checksum
+    """Of everything that decides what it learns, with these values."""
+    name: str
+    values: dict[str, Number]
+    seeds: list[Natural]
+    steps: Steps
+    losses: list[Loss]
+    """Of each seed, on the choice text."""
+
+
 class Speed(Entry, tag="speed", frozen=True):
     """How fast a variant is, measured before seeds of it are trained for as long as the base is."""
 
@@ -149,7 +162,7 @@ class Confirmed(Entry, tag="confirmed", frozen=True):
     words: str
 
 
-Kind = Opened | Variant | Speed | Runs | Failed | Look | Confirming | Confirmed
+Kind = Opened | Tuned | Variant | Speed | Runs | Failed | Look | Confirming | Confirmed
 E = TypeVar("E", bound=Entry)
 
 

@@ -41,7 +41,7 @@ def speed_ratios(
     """The base's seconds per step over the variant's, with `at_once` seeds at the same time, in
     short dispatches of one after the other: whatever else the machine does slows both. The order
     alternates, so a copy of the base is as often faster as slower."""
-    seconds = [_seconds_per_step(config, tokenizer, split, at_once) for config in (base, variant)]
+    seconds = [seconds_per_step(config, tokenizer, split, at_once) for config in (base, variant)]
     for run in seconds:
         next(run)  # where the number of steps in a dispatch settles
     ratios: list[float] = []
@@ -56,7 +56,7 @@ def speed_ratios(
     return ratios
 
 
-def _seconds_per_step(
+def seconds_per_step(
     config: Config, tokenizer: Tokenizer, split: Split, at_once: int
 ) -> Iterator[float]:
     """Those of one dispatch after the other, without evaluations."""

@@ -71,10 +71,10 @@ def check(
 
     check_files(custom)
     config = load_custom(with_custom(Config(model=model), custom).model)
-    loaded, options = _load(block, custom) if block else (Model, {})
+    loaded, options = load_block(block, custom) if block else (Model, {})
     other = None
     if reference is not None:
-        other, own = _load(reference, custom)
+        other, own = load_block(reference, custom)
         require(not own, f"--reference takes the options of the block, got {reference!r}.")
     try:
         report = check_block(
@@ -94,8 +94,8 @@ def check(
         sys.exit(1)
 
 
-def _load(name: str, custom: tuple[str, ...]) -> tuple[type, dict[str, Any]]:
-    """A class, and its options."""
+def load_block(name: str, custom: tuple[str, ...]) -> tuple[type, dict[str, Any]]:
+    """The class `FILE.py:CLASS`, and the options that follow it."""
     class_name, texts = split_options(name)
     require(
         is_custom(class_name),

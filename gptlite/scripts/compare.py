@@ -15,7 +15,7 @@ from gptlite.config import Config, DataConfig
 from gptlite.errors import UserError, require
 
 if TYPE_CHECKING:
-    from gptlite.research.comparison import Comparison
+    from gptlite.research.comparison import Comparison, Result
 
 FOLDER = Path("comparisons")
 
@@ -28,28 +28,35 @@ def compare(arguments: ConfirmArguments | tuple[CompareArguments, dict[str, Conf
     if isinstance(arguments, ConfirmArguments):
         _confirm(arguments)
     else:
-        _compare(*arguments)
+        compare_variants(*arguments)
 
 
-def _compare(arguments: CompareArguments, variants: dict[str, Config]) -> None:
+def compare_variants(arguments: CompareArguments, variants: dict[str, Config]) -> "list[Result]":
+    """`gptlite compare`, which gives what it found."""
     # Imported here, because --help should not wait for JAX.
     from gptlite.machine.runtime import set_up_jax
     from gptlite.research.comparison import default_name
     from gptlite.research.conduct import conduct
     from gptlite.research.report import records
+    from gptlite.research.tune import parse_knob, tune
 
     set_up_jax(min(arguments.config.training.cpu_devices, arguments.seeds))
-    variants = {name: _loaded(config) for name, config in variants.items()}
+    variants = {name: loaded(config) for name, config in variants.items()}
     base = next(iter(variants.values()))
+    knobs = [parse_knob(text, base) for text in arguments.tune]
     folder = FOLDER / (arguments.name or default_name(arguments.base, base))
     with _printer(arguments.as_json) as print_line:
-        with _opened(folder, base.data, variants.values()) as comparison:
+        with opened(folder, base.data, variants.values()) as comparison:
+            if knobs:
+                variants = tune(comparison, variants, knobs, arguments.tune_points, arguments.equal)
             # A mistake in a variant is found before the first one is trained.
             comparison.enter(variants, arguments.equal, again=arguments.again)
             conduct(comparison, arguments.seeds, arguments.seeds_at_once, arguments.minutes)
             _write(folder, comparison)
-        for record in records(comparison.results()):
+        results = comparison.results()
+        for record in records(results):
             print_line(json.dumps(record))
+    return results
 
 
 def _confirm(arguments: ConfirmArguments) -> None:
@@ -65,9 +72,9 @@ def _confirm(arguments: ConfirmArguments) -> None:
     variant, configs = recalled(Ledger(path), arguments.variant, arguments.custom, arguments.corpus)
     base = next(iter(configs.values()))
     set_up_jax(min(base.training.cpu_devices, arguments.seeds))
-    configs = {name: _loaded(config) for name, config in configs.items()}
+    configs = {name: loaded(config) for name, config in configs.items()}
     with _printer(arguments.as_json) as print_line:
-        with _opened(folder, base.data, configs.values()) as comparison:
+        with opened(folder, base.data, configs.values()) as comparison:
             comparison.enter(configs, variant.equal or "steps", again=False, known=True)
             seeds, at_once = arguments.seeds, arguments.seeds_at_once
             begun, confirmed = train_and_confirm(comparison, variant.name, seeds, at_once)
@@ -76,7 +83,7 @@ def _confirm(arguments: ConfirmArguments) -> None:
         print_line(json.dumps(record))
 
 
-def _loaded(config: Config) -> Config:
+def loaded(config: Config) -> Config:
     from gptlite.custom import load_custom
     from gptlite.machine.runtime import with_chosen_dtype
 
@@ -93,7 +100,7 @@ def _printer(as_json: bool) -> Iterator[Callable[[str], None]]:
 
 
 @contextlib.contextmanager
-def _opened(folder: Path, data: DataConfig, configs: Iterable[Config]) -> "Iterator[Comparison]":
+def opened(folder: Path, data: DataConfig, configs: Iterable[Config]) -> "Iterator[Comparison]":
     """A comparison, which no other process runs meanwhile, on one text for all of `configs`."""
     from gptlite.custom import custom_arguments
     from gptlite.machine.files import lock

@@ -9,8 +9,15 @@ import pytest
 from conftest import ROOT
 from support.pages import PAGES, check_words, commands, shrink
 
-from gptlite.cli import CompareArguments, SampleArguments, ServeArguments, TrainArguments
+from gptlite.cli import (
+    CompareArguments,
+    ConfirmArguments,
+    SampleArguments,
+    ServeArguments,
+    TrainArguments,
+)
 from gptlite.presets import PRESETS
+from gptlite.research.lab import TryArguments
 from gptlite.scripts.check_block import check
 
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
@@ -45,7 +52,12 @@ def test_no_figure_is_said_to_be_of_an_earlier_version(name):
 
 
 def test_links_lead_to_files():
-    pages = [*PAGES, ROOT / "CONTRIBUTING.md", *(ROOT / "benchmarks").glob("*.md")]
+    pages = [
+        *PAGES,
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "AGENTS.md",
+        *(ROOT / "benchmarks").glob("*.md"),
+    ]
     for page in pages:
         for link in re.findall(r"\]\(([^)#:]+)[)#]", page.read_text(encoding="utf-8")):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
@@ -75,6 +87,10 @@ OURS = set().union(
     *(
         options(kind)
         for kind in (TrainArguments, SampleArguments, ServeArguments, CompareArguments)
+    ),
+    *(
+        {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(kind)}
+        for kind in (ConfirmArguments, TryArguments)
     ),
     *(
         re.findall(r'"(--[a-z-]+)"', path.read_text(encoding="utf-8"))

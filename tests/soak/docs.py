@@ -100,7 +100,7 @@ def run(command: str, folder: Path) -> None:
     began = time.monotonic()
     if command.startswith(("python serve.py", "gptlite serve")):
         serve(command, folder)
-    elif is_nightly(command) or "--mesh" in command:
+    elif is_nightly(command) or "--mesh" in command or command.startswith("python -m "):
         run_in_process(command, folder)
     else:
         run_here(command, folder)

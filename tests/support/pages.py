@@ -16,6 +16,7 @@ import tyro
 from conftest import PLAY, ROOT, TEXT, run_script
 
 from gptlite.cli import parse_comparison, parse_sample, parse_serve, parse_train
+from gptlite.research.lab import parse_try
 from gptlite.scripts.estimate import parse_estimate
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -70,8 +71,8 @@ RULES: dict[str, str | None] = {
     "gptlite sample": "--max-new-tokens 5",
     "echo -n": "",
     "gptlite compare confirm": "--data.corpus text.txt --seeds 2",
-    "gptlite compare --vary model.separate-documents": f"{SMALL} --seeds 2",
-    "gptlite compare": f"{TRAIN} --seeds 2",
+    "gptlite compare --vary model.separate-documents": f"{SMALL} --seeds 2 --no-again",
+    "gptlite compare": f"{TRAIN} --seeds 2 --no-again",
     "python benchmarks/quality.py": TRAIN.replace("text.txt", "$PWD/text.txt"),
     "python benchmarks/gpu.py": (
         "--cpu --shapes S --rounds 1 --steps 2 --peak 0.5 --loss 9 "
@@ -105,9 +106,11 @@ RULES: dict[str, str | None] = {
     "python examples/masked.py": "--steps 2 --corpus play.txt",
     "python examples/reverse.py": "--steps 2",
     "python examples/": "--steps 2 --corpus words.txt",
+    # It ends with 1 where no difference was found.
+    "python -m gptlite.research.lab try": f"{TRAIN} --seeds 2 --no-again || [ $? = 1 ]",
     "python train.py": TRAIN,
     "python sample.py": "--max-new-tokens 5",
-    "python compare.py": f"{TRAIN} --seeds 2",
+    "python compare.py": f"{TRAIN} --seeds 2 --no-again",
 }
 # Before the Python blocks: a smaller model.
 GIVEN = """
@@ -124,6 +127,7 @@ PARSERS: dict[str, Callable[[list[str]], Any]] = {
     "serve": parse_serve,
     "compare": parse_comparison,
     "estimate": parse_estimate,
+    "gptlite.research.lab": lambda words: parse_try(words[1:]),
 }
 
 
@@ -234,6 +238,7 @@ def check_words(command: str) -> None:
     words = shlex.split(re.sub(r"^pip install .*? && |.*\| |>.*", "", command))
     if words[0] not in ("python", "gptlite"):
         return
+    words = words[words[1] == "-m" :]  # python -m MODULE
     script = words[1].removesuffix(".py")
     if script in PARSERS:
         # The folder of a run that does not exist would be read.

@@ -1,0 +1,165 @@
+"""One command checks, tunes and compares, and says by its code how that ended."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from conftest import TEXT
+
+from gptlite.errors import UserError
+from gptlite.research import check_block, comparison as comparison_module, lab, speed
+from gptlite.research.lab import BETTER, BROKEN, NOT_BETTER, try_block
+from gptlite.research.ledger import Ledger, Tuned, Variant
+from gptlite.research.seeds import SeedsProgress
+
+SMALL = """--data.corpus text.txt --model.n-layers 1 --model.n-heads 2 --model.d-model 16
+    --model.context-length 16 --training.batch-size 4"""
+BLOCK = """
+import equinox as eqx
+
+class Scaled(eqx.Module):
+    factor: float
+
+    def __init__(self, config, *, key, factor: float = 1.0):
+        self.factor = factor
+
+    def __call__(self, x):
+        return self.factor * x
+"""
+
+
+@pytest.fixture
+def made_up(monkeypatch, tmp_path):
+    """Losses that fall by what the factor of a block is; a step of six seeds takes 0.1 s. No block
+    is checked."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text(TEXT)
+    Path("lab_blocks.py").write_text(BLOCK)
+    asked = []
+
+    def fit_seeds(config, tokenizer, seeds, split, *, drawn_from=()):
+        training, name = config.training, str(config.model.mlp)
+        factor = float(name.rpartition("=")[2]) if "Scaled" in name else 0.0
+        if training.steps < 1000:  # else it is measured
+            asked.append((name, training.steps, list(seeds)))
+        every = min(training.eval_every, training.log_every)
+        for step in (*range(every, training.steps, every), training.steps):
+            losses = None
+            if step % training.eval_every == 0 or step == training.steps:
+                off = abs(math.log(config.optimizer.learning_rate / 0.02)) / 10
+                losses = [2 + s % 7 / 10 - factor + off + 0.001 * (s % 3) * factor for s in seeds]
+            yield SeedsProgress(step, training.steps, losses, 0.1 * step)
+
+    report = SimpleNamespace(kind="layer")
+    monkeypatch.setattr(comparison_module, "fit_seeds", fit_seeds)
+    monkeypatch.setattr(speed, "fit_seeds", fit_seeds)
+    monkeypatch.setattr(check_block, "check_block", lambda *_, **__: report)
+    yield asked
+    sys.modules.pop("lab_blocks", None)
+
+
+def attempt(block, more="", minutes=5.0):
+    return try_block([block, "--minutes", str(minutes), *SMALL.split(), *more.split()])
+
+
+def ledger():
+    return Ledger(Path("comparisons/lab/ledger.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("factor", "code"), [(0.1, BETTER), (0.0, NOT_BETTER), (-0.1, NOT_BETTER), (math.nan, BROKEN)]
+)
+def test_the_code_is_the_verdict(made_up, factor, code):
+    assert attempt(f"lab_blocks.py:Scaled:factor={factor}") == code
+
+
+def test_later_tries_train_as_many_steps_and_the_base_no_more(made_up, capsys):
+    attempt("lab_blocks.py:Scaled:factor=0.0")
+    # Base, base again and variant at 0.1 s a step, in nine tenths of five minutes.
+    steps = {n for _, n, seeds in made_up if seeds == list(range(6))}
+    assert steps <= {890, 900}
+    assert "steps fit: 0.100 s for a step of 6 seeds" in capsys.readouterr().out
+    made_up.clear()
+    attempt("lab_blocks.py:Scaled:factor=0.1", "--json")
+    assert {name for name, *_ in made_up} == {"lab_blocks.py:Scaled:factor=0.1"}
+    assert {n for _, n, _ in made_up} == steps
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(lines) == 4
+    tried = lines[-1]
+    assert (tried["verdict"], tried["seeds"]) == ("better", 6)
+    assert [v.level for v in ledger().of(Variant) if v.level] == [0.025, pytest.approx(0.05 / 6)]
+
+
+def test_it_is_tuned_and_fewer_steps_are_trained(made_up):
+    more = "--tune optimizer.learning_rate --tune-points 3"
+    attempt("lab_blocks.py:Scaled:factor=0.1", more)
+    assert len(list(ledger().of(Tuned))) == 6
+    # As many groups of seeds as 2 x 3 x 2 / 6 more.
+    steps = {n for _, n, seeds in made_up if seeds == list(range(6))}
+    assert steps <= {530, 540}
+    made_up.clear()
+    attempt("lab_blocks.py:Scaled:factor=0.05", more)
+    assert {n for _, n, seeds in made_up if seeds == list(range(6))} == steps
+
+
+def test_a_broken_block_is_not_trained(made_up, monkeypatch, capsys):
+    def broken(*_, **__):
+        raise check_block.CheckError("Scaled", [("causal", "it sees the future")])
+
+    monkeypatch.setattr(check_block, "check_block", broken)
+    assert attempt("lab_blocks.py:Scaled") == BROKEN
+    assert "causal: it sees the future" in capsys.readouterr().out
+    assert not made_up
+    assert not Path("comparisons").exists()
+
+
+def test_what_a_block_replaces(made_up, monkeypatch):
+    report = SimpleNamespace(kind="model")
+    monkeypatch.setattr(check_block, "check_block", lambda *_, **__: report)
+    with pytest.raises(UserError, match=r"Scaled is a model: --part says what it replaces"):
+        attempt("lab_blocks.py:Scaled")
+    attempt("lab_blocks.py:Scaled", "--part norm --training.steps 20 --training.eval-every 10")
+    assert [v.config["model"]["norm"] for v in ledger().of(Variant)][-1] == "lab_blocks.py:Scaled"
+
+
+def test_minutes_that_are_too_few_are_said(made_up):
+    with pytest.raises(
+        UserError, match=r"0\.0 minutes are too short .* 50 steps would take 0\.[23]"
+    ):
+        attempt("lab_blocks.py:Scaled", minutes=0.01)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ("", 0, "my_blocks.py:Mine --minutes 5"),
+        ("--help", 0, "my_blocks.py:Mine --minutes 5"),
+        ("attempt x", BROKEN, "There is no command attempt: there is try."),
+        ("try nothing.py:Mine", BROKEN, "There is no file nothing.py with the class Mine."),
+        ("try a.py:B --minutes 0", BROKEN, "minutes must be above 0"),
+        ("try a.py:B --name ../a", BROKEN, "--name takes the name of a folder"),
+    ],
+)
+def test_the_command_line(monkeypatch, capsys, tmp_path, words, code, said):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lab", *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        lab.main()
+    assert (ended.value.code or 0) == code
+    output = capsys.readouterr()
+    assert said in output.out + output.err
+
+
+def test_a_mistake_of_the_program_is_not_a_verdict(monkeypatch, capsys):
+    def fails(argv):
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setitem(lab.COMMANDS, "try", fails)
+    monkeypatch.setattr(sys, "argv", ["lab", "try"])
+    with pytest.raises(SystemExit) as ended:
+        lab.main()
+    assert ended.value.code == BROKEN
+    assert "RuntimeError: a mistake" in capsys.readouterr().err

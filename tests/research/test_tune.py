@@ -1,0 +1,139 @@
+"""Base and variants are tuned alike, before they are compared."""
+
+import math
+from pathlib import Path
+
+import pytest
+from conftest import TEXT, TINY
+
+from gptlite.cli import parse_comparison
+from gptlite.config import Config, TrainingConfig
+from gptlite.errors import UserError
+from gptlite.research import comparison as comparison_module
+from gptlite.research.ledger import Ledger, Tuned, Variant
+from gptlite.research.seeds import SeedsProgress
+from gptlite.research.tune import SEEDS, Knob, parse_knob
+from gptlite.scripts.compare import compare
+
+CONFIG = Config(model=TINY, training=TrainingConfig(steps=4, batch_size=4))
+SMALL = """
+    --data.corpus text.txt --model.n-layers 1 --model.n-heads 2 --model.d-model 16
+    --model.context-length 16 --training.steps 4 --training.eval-every 2 --seeds 5 --name one
+    --no-again
+"""
+
+
+@pytest.fixture
+def trained(monkeypatch, tmp_path):
+    """What is trained, made up: one layer is best with a learning rate of 0.02, two with 0.04."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text(TEXT)
+    asked = []
+
+    def fit_seeds(config, tokenizer, seeds, split, *, drawn_from=()):
+        rate, layers = config.optimizer.learning_rate, config.model.n_layers
+        asked.append((layers, rate, config.training.steps, list(seeds)))
+        off = abs(math.log2(rate / 0.02 / layers))
+        diverged = config.optimizer.weight_decay > 0.5
+        for step in range(config.training.eval_every, config.training.steps + 1, 2):
+            losses = [math.nan if diverged else 2 + s % 9 / 10 + off / 10 for s in seeds]
+            yield SeedsProgress(step, config.training.steps, losses, 1.0)
+
+    monkeypatch.setattr(comparison_module, "fit_seeds", fit_seeds)
+    return asked
+
+
+def command(words):
+    compare(parse_comparison([*words.split(), *SMALL.split()]))
+
+
+def test_each_gets_its_best_value_at_equal_cost(trained, capsys):
+    command("--vary model.n-layers=2 --tune optimizer.learning_rate --tune-points 7")
+    tuned = [x for x in trained if x[3] == list(SEEDS)]
+    assert [layers for layers, *_ in tuned] == [1] * 7 + [2] * 7
+    # The middle of the range first, then those of its halves; evenly in the logarithm.
+    factors = [1, 1 / 2, 2, 8**-0.5, 2**0.5, 2**-0.5, 8**0.5]
+    for layers in (1, 2):
+        rates = [rate for n, rate, *_ in tuned if n == layers]
+        assert rates == pytest.approx([0.02 * factor for factor in factors])
+    compared = [(layers, rate) for layers, rate, _, seeds in trained if seeds == [0, 1, 2, 3, 4]]
+    assert compared == [(1, 0.02), (2, pytest.approx(0.04))]
+    assert "n-layers=2: optimizer.learning_rate 0.04 is the best of 7" in capsys.readouterr().out
+    ledger = Ledger(Path("comparisons/one/ledger.jsonl"))
+    rates = [v.config["optimizer"]["learning_rate"] for v in ledger.of(Variant)]
+    assert rates == [0.02, pytest.approx(0.04)]
+    # The same again trains nothing.
+    n = len(trained)
+    command("--vary model.n-layers=2 --tune optimizer.learning_rate --tune-points 7")
+    assert len(trained) == n
+    assert len(list(Ledger(ledger.path).of(Tuned))) == 14
+
+
+def test_two_numbers_and_a_range(trained):
+    command(
+        "--vary model.n-layers=2 --tune optimizer.learning-rate=0.01,0.16 "
+        "--tune optimizer.weight_decay=0.01,0.1 --tune-points 6"
+    )
+    ledger = Ledger(Path("comparisons/one/ledger.jsonl"))
+    values = [entry.values for entry in ledger.of(Tuned)]
+    assert len(values) == 12
+    assert values[0] == {
+        "optimizer.learning_rate": pytest.approx(0.04),  # the middle
+        "optimizer.weight_decay": pytest.approx(0.01 * 10 ** (1 / 3)),
+    }
+    for name, low, high in (("learning_rate", 0.01, 0.16), ("weight_decay", 0.01, 0.1)):
+        assert all(low <= x[f"optimizer.{name}"] <= high for x in values)
+
+
+def test_steps_are_those_of_the_comparison(trained):
+    command(
+        "--vary model.n-layers=2+training.batch_size=16 --equal tokens --tune-points 2 "
+        "--tune optimizer.learning_rate"
+    )
+    assert {(layers, steps) for layers, _, steps, _ in trained} == {(1, 4), (2, 2)}
+
+
+def test_what_diverges_is_not_chosen(trained):
+    command(
+        "--vary model.n-layers=2 --tune optimizer.weight_decay=0.1,10 --tune-points 4 "
+        "--optimizer.weight-decay 0.2"
+    )
+    ledger = Ledger(Path("comparisons/one/ledger.jsonl"))
+    assert all(v.config["optimizer"]["weight_decay"] < 0.5 for v in ledger.of(Variant))
+    with pytest.raises(UserError, match=r"base \(quick\) diverged with all 3 values of --tune"):
+        command("--vary model.n-layers=2 --tune optimizer.weight_decay=1,10 --tune-points 3")
+
+
+def test_a_mistake_is_found_before_anything_is_tuned(trained):
+    with pytest.raises(UserError, match="has no option rank"):
+        command("--vary model.mlp=relu2:rank=4 --tune optimizer.learning_rate")
+    assert not trained
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("optimizer.schedule", "takes a number of model, optimizer or training"),
+        ("optimizer.nothing", "takes a number of model, optimizer or training"),
+        ("training.steps", "takes a number of model, optimizer or training"),
+        ("data.max_tokens", "takes a number of model, optimizer or training"),
+        ("learning_rate", "takes a number of model, optimizer or training"),
+        ("optimizer.weight_decay", r"needs a range, because its value is 0.0: .*=LOW,HIGH"),
+        ("optimizer.learning_rate=1", "takes a range LOW,HIGH, got '1'"),
+        ("optimizer.learning_rate=a,b", "takes a range LOW,HIGH, got 'a,b'"),
+        ("optimizer.learning_rate=2,1", "takes a range 0 < LOW < HIGH, got 2,1"),
+        ("optimizer.weight_decay=0,1", "takes a range 0 < LOW < HIGH, got 0,1"),
+        ("model.dropout=0.1,2", r"dropout must be at least 0.0 and at most 0.99, got 2"),
+    ],
+)
+def test_a_knob_that_is_none_is_refused(text, said):
+    with pytest.raises(UserError, match=said):
+        parse_knob(text, CONFIG)
+
+
+def test_a_knob_may_have_no_value_yet():
+    assert parse_knob("optimizer.clip-norm=0.1,10", CONFIG) == Knob(
+        "optimizer", "clip_norm", (0.1, 10.0)
+    )
+    rate = parse_knob("optimizer.learning_rate", CONFIG)
+    assert [rate.at(CONFIG, place) for place in (0, 0.5, 1)] == pytest.approx([0.005, 0.02, 0.08])
