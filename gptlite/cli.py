@@ -305,6 +305,10 @@ class CompareArguments:
     """A file with custom blocks, which may be executed; may be given several times. Its classes may
     then be named alone, as in --vary model.mlp=relu2,SineMLP."""
 
+    early: bool = True
+    """Whether a variant is stopped in the second half of its training when it is behind the base.
+    It may lose one that would have caught up."""
+
     seeds_at_once: Annotated[int | None, Between(1, 10_000)] = None
     """Seeds that are trained at the same time, and after which one looks. None: 5, or the next
     number that all devices share evenly."""
@@ -337,6 +341,9 @@ class ConfirmArguments:
 
     variant: Annotated[str, tyro.conf.Positional]
     """The variant, as its table names it."""
+
+    equal: Literal["any", "steps", "tokens", "flops", "parameters", "time"] = "any"
+    """What it has in common with the base, if it was tried with several."""
 
     seeds: Annotated[int, Between(2, 1_000)] = 12
     """Seeds of base and variant."""
@@ -644,6 +651,8 @@ def parse_compare(argv: Sequence[str]) -> tuple[CompareArguments, dict[str, Conf
         for value in values.split(","):
             settings = re.split(r"\+(?=\w+\.[\w-]+=)", f"{field_name}={value}")
             names = [_field_name(setting) for setting in settings]
+            tuned = {_field_name(knob) for knob in arguments.tune} & set(names)
+            require(not tuned, f"--tune chooses {', '.join(tuned)}: leave it out of --vary.")
             chosen = CHOSEN.get(arguments.equal)
             require(
                 chosen not in names,

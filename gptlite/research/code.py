@@ -5,7 +5,7 @@ import functools
 import hashlib
 import importlib.metadata
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
@@ -23,13 +23,13 @@ def code_of(config: ModelConfig) -> dict[str, str]:
     module of gptlite that takes part, of each file with custom blocks as it was executed, and of
     each module that these import; the versions of packages.
 
-    Modules are found by the `import` lines. Those that are imported otherwise, and what a module
-    reads from files, are not seen.
+    Modules are found by the `import` lines. Those that are imported otherwise (as `gptlite.NAME`,
+    too, if training itself does not import it), and what a module reads from files, are not seen.
     """
     code = {name: importlib.metadata.version(name) for name in PACKAGES} | _ours()
     for name, source in custom_sources(config).items():
         stem = name.removesuffix(".py")
-        code |= _imported(stem, Path(str(sys.modules[stem].__file__)), source)
+        code |= _imported(stem, Path(str(sys.modules[stem].__file__)), source, _ours().keys())
     return code
 
 
@@ -38,9 +38,12 @@ def _ours() -> dict[str, str]:
     return _imported("gptlite.research.seeds", FIRST, FIRST.read_bytes())
 
 
-def _imported(module: str, file: Path, source: bytes) -> dict[str, str]:
-    """A module and all that it imports, except for Python's own: checksums, and versions of
-    packages that are installed. Those of gptlite only if it belongs to gptlite itself."""
+def _imported(
+    module: str, file: Path, source: bytes, known: Collection[str] = ()
+) -> dict[str, str]:
+    """A module and all that it imports, except for Python's own and those that are `known`:
+    checksums, and versions of packages that are installed. Of a module of gptlite, its own
+    alone."""
     is_ours, found = module.startswith("gptlite."), {}
     root = file.parents[module.count(".")]
     pending = [(module, file, source)]
@@ -49,12 +52,14 @@ def _imported(module: str, file: Path, source: bytes) -> dict[str, str]:
         found[module] = hashlib.sha256(source).hexdigest()[:16]
         for name in _imports(module, file, source):
             top = name.partition(".")[0]
-            if name in found or top in sys.stdlib_module_names or is_ours != (top == "gptlite"):
+            if name in found or name in known or top in sys.stdlib_module_names:
+                continue
+            if is_ours and top != "gptlite":
                 continue
             origin = _origin(name, root)
             if origin is None:  # no module: a name in one
                 continue
-            if not is_ours and {"site-packages", "dist-packages"} & set(origin.parts):
+            if top != "gptlite" and {"site-packages", "dist-packages"} & set(origin.parts):
                 found |= _version(top)
             else:
                 pending.append((name, origin, origin.read_bytes()))
@@ -95,8 +100,8 @@ def _origin(name: str, root: Path) -> Path | None:
     return Path(origin) if origin is not None and origin.endswith(".py") else None
 
 
+@functools.cache
 def _version(package: str) -> dict[str, str]:
-    try:
-        return {package: importlib.metadata.version(package)}
-    except importlib.metadata.PackageNotFoundError:  # installed under another name
-        return {}
+    # A package may be installed under another name than it is imported by.
+    names = importlib.metadata.packages_distributions().get(package, [])
+    return {name: importlib.metadata.version(name) for name in names}

@@ -15,9 +15,9 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import equinox as eqx
@@ -25,7 +25,7 @@ import jax
 import msgspec
 import numpy as np
 
-from gptlite.config import Config
+from gptlite.config import Config, TrainingConfig
 from gptlite.errors import UserError, require
 from gptlite.inspect.flops import operations_per_token
 from gptlite.inspect.summary import activation_bytes
@@ -34,7 +34,7 @@ from gptlite.machine.memory import free_memory
 from gptlite.machine.names import CUSTOM_FIELDS
 from gptlite.machine.pytrees import count_parameters
 from gptlite.research.code import code_of
-from gptlite.research.equal import Equal, steps_of, with_parameters
+from gptlite.research.equal import Equal, steps_of, tokens_per_step, with_parameters
 from gptlite.research.ledger import (
     Confirmed,
     Confirming,
@@ -47,9 +47,20 @@ from gptlite.research.ledger import (
     Tuned,
     Variant,
 )
+from gptlite.research.results import (
+    AGAIN,
+    Result,
+    behind,
+    finite,
+    missed_of,
+    of_both,
+    result_of,
+    results_of,
+    tolerance_of,
+)
 from gptlite.research.seeds import SeedsProgress, fit_seeds
-from gptlite.research.speed import ratio_of, seconds_per_step, speed_ratios, tolerance
-from gptlite.research.statistics import LEVEL, Verdict, judge, level, sequence
+from gptlite.research.speed import MISSED, ratio_of, seconds_per_step, speed_ratios
+from gptlite.research.statistics import judge, level
 from gptlite.runs.frozen import trainable
 from gptlite.runs.model import abstract_model
 from gptlite.runs.saved_config import config_of
@@ -58,44 +69,14 @@ from gptlite.text.tokenizer import Tokenizer
 from gptlite.text.tokens import Split
 from gptlite.training.optimizer import make_optimizer
 
-# The base once more, from other first parameters: what chance alone does.
-AGAIN = "base again"
-# Where its first parameters come from: a seed, and this.
+# Where the first parameters of the base again come from: a seed, and this.
 AGAIN_SEED = 200_000
 # The first seed of a confirmation, and how far those of the next one are.
 CONFIRM_SEED, APART = 300_000, 10_000
-# The share of a run before which no variant is stopped because it is behind.
-EARLY = 0.5
 # Dispatches after which the speed is known well enough for a plan.
 MEASURED = 5
 # Share of the free memory that seeds may fill together.
 MEMORY_SHARE = 0.6
-
-
-@dataclass(frozen=True)
-class Result:
-    """What is known of a variant. Losses are those on the choice text, in nats per token."""
-
-    name: str
-    is_base: bool
-    parameters: int
-    operations_per_token: int
-    """Floating-point operations of training."""
-    steps: int
-    """0: nothing has been trained."""
-    evaluated_at: Sequence[int]
-    """The steps with an evaluation."""
-    curves: Mapping[int, Sequence[float]]
-    """For each seed that was trained to its end, the loss at each of `evaluated_at`."""
-    seconds: float
-    """A seed's share of the time that steps took."""
-    verdict: Verdict | None
-    """None: it is the base, or the base again before it is trained."""
-
-    @property
-    def losses(self) -> dict[int, float]:
-        """The last loss of each seed."""
-        return {seed: curve[-1] for seed, curve in self.curves.items()}
 
 
 class Comparison:
@@ -128,7 +109,12 @@ class Comparison:
     @property
     def tried(self) -> int:
         """The variants that were ever tried in this folder."""
-        return sum(variant.level is not None for variant in self.ledger.of(Variant))
+        return sum(variant.level is not None for variant in self.ledger.variants.values())
+
+    @property
+    def judged(self) -> list[str]:
+        """The names of those that are judged."""
+        return [name for name, (variant, _) in self._entered.items() if variant.level is not None]
 
     @property
     def names(self) -> list[str]:
@@ -136,12 +122,22 @@ class Comparison:
         return list(self._entered)
 
     def enter(
-        self, configs: Mapping[str, Config], equal: Equal, *, again: bool, known: bool = False
+        self,
+        configs: Mapping[str, Config],
+        equal: Equal,
+        *,
+        again: bool,
+        twins: Mapping[str, tuple[str, Config]] = MappingProxyType({}),
+        known: bool = False,
     ) -> None:
-        """Write variants into the ledger, the base first, unless they are there. Their custom
-        blocks are loaded. `again`: also the base, once more. `known`: they must be there.
+        """Name the variants that are compared, the base first. Their custom blocks are loaded. Each
+        has its level from now on, and is written into the ledger when it is first trained.
 
-        **Raises:** `UserError` if one of them cannot be built, or not be made equal to the base.
+        `again`: also the base, once more. `twins`: for variants that were tuned, the name and the
+        config of the base with their values. `known`: all must be in the ledger.
+
+        **Raises:** `UserError` if one of them cannot be built, cannot be made equal to the base, or
+        is the same as another one.
         """
         (base_name, base), *others = configs.items()
         half = base.training.steps // 2
@@ -154,36 +150,85 @@ class Comparison:
         first = self._described(base_name, base, None, equal)
         entered = {base_name: (first, base)}
         if again:
-            entered[AGAIN] = (self._described(AGAIN, base, first, equal), base)
+            entered[AGAIN] = (self._described(AGAIN, base, first, "steps"), base)
         for name, config in others:
-            if equal == "parameters":
-                config = with_parameters(name, config, first.parameters, self._parameters)
-            entered[name] = (self._described(name, config, first, equal), config)
-        before = {variant.variant: variant for variant in self.ledger.of(Variant)}
-        new = {name: v for name, (v, _) in entered.items() if v.variant not in before}
-        for variant in new.values() if known else ():
-            raise UserError(self._changed(variant))
-        judged = [name for name, variant in new.items() if variant.base and name != AGAIN]
+            variant = self._described(name, config, first, equal)
+            if name in twins:
+                twin_name, twin = twins[name]
+                entered[twin_name] = (self._described(twin_name, twin, first, "steps"), twin)
+                of_twin = entered[twin_name][0].variant
+                variant = msgspec.structs.replace(variant, twin=of_twin)
+            entered[name] = (variant, config)
+        self._require_different(configs)
+        ledger = self.ledger.variants
+        if known and (new := [v for v, _ in entered.values() if v.variant not in ledger]):
+            raise UserError(self._changed(new[0]))
+        judged = [entered[name][0] for name, _ in others]
+        judged = [v.variant for v in judged if v.variant not in ledger]
         share = level(self.tried, len(judged)) if judged else None
         for name, (variant, config) in entered.items():
-            if name in new:
-                variant = msgspec.structs.replace(variant, level=share if name in judged else None)
-                self.ledger.append(variant)
-            self._entered[name] = (before.get(variant.variant, variant), config)
+            if variant.variant in judged:
+                variant = msgspec.structs.replace(variant, level=share)
+            self._entered[name] = (ledger.get(variant.variant, variant), config)
 
-    def missing(self, name: str, seeds: Sequence[int]) -> list[int]:
-        """Those of `seeds` that have not been trained, unless the variant was stopped."""
-        runs = self._runs(self._entered[name][0])
-        trained = {seed for run in runs for seed in run.seeds}
-        return [] if any(run.stopped for run in runs) else [s for s in seeds if s not in trained]
+    def made_equal(self, configs: Mapping[str, Config], equal: Equal) -> dict[str, Config]:
+        """`configs`, the base first, with what makes their models equal to the base's.
 
-    def train(self, name: str, seeds: Sequence[int]) -> Iterator[SeedsProgress]:
-        """Train a variant from `seeds`, at the same time, and keep what it gives. It is stopped
-        when its curve is behind that of the base.
+        **Raises:** `UserError` if one of them cannot be built, or not be made equal, or is the same
+        as another one.
+        """
+        for config in configs.values():
+            self._described("", config, None, None)
+        self._require_different(configs)
+        (base_name, base), *others = configs.items()
+        if equal != "parameters":
+            return dict(configs)
+        wanted = self._parameters(base)
+        equals = {n: with_parameters(n, config, wanted, self._parameters) for n, config in others}
+        return {base_name: base} | equals
+
+    def _require_different(self, configs: Mapping[str, Config]) -> None:
+        """**Raises:** `UserError` if two of them are trained alike: fields may differ that decide
+        nothing."""
+        seen: dict[str, str] = {}
+        for name, config in configs.items():
+            key = _checksum([_settings(config), code_of(config.model)])
+            require(key not in seen, f"{name} is trained just as {seen.get(key)}: leave it out.")
+            seen[key] = name
+
+    def more_tokens(self) -> dict[str, float]:
+        """The variants that read another number of tokens than the base in their steps, where that
+        is not by design, and how many times as many."""
+        (_, base), *_ = self._entered.values()
+        tokens = base.training.steps * tokens_per_step(base)
+        if self._equal not in ("steps", "parameters"):
+            return {}
+        ratios = {
+            name: config.training.steps * tokens_per_step(config) / tokens
+            for name, (_, config) in self._entered.items()
+        }
+        return {name: ratio for name, ratio in ratios.items() if ratio != 1}
+
+    def missing(self, name: str, seeds: Sequence[int], early: bool = True) -> list[int]:
+        """Those of `seeds` that have not been trained. With `early`, none of a variant that was
+        stopped."""
+        runs = self.ledger.runs[self._entered[name][0].variant]
+        if early and any(run.stopped for run in runs):
+            return []
+        trained = {seed for run in runs for seed in run.seeds if not run.stopped}
+        return [seed for seed in seeds if seed not in trained]
+
+    def train(self, name: str, seeds: Sequence[int], early: bool = True) -> Iterator[SeedsProgress]:
+        """Train a variant from `seeds`, at the same time, and keep what it gives. With `early`, it
+        is stopped when its curve is behind that of the base.
 
         **Raises:** `UserError` if the ledger cannot be written.
         """
         variant, config = self._entered[name]
+        twin = next((v for v, _ in self._entered.values() if v.variant == variant.twin), None)
+        for new in (self._base, twin, variant):
+            if new is not None and new.variant not in self.ledger.variants:
+                self.ledger.append(new)
         steps = self._steps(variant, config, len(seeds))
         training = dataclasses.replace(config.training, steps=steps)
         config = dataclasses.replace(config, training=training)
@@ -196,8 +241,8 @@ class Comparison:
                 seconds = progress.step_seconds
                 if progress.val_losses is not None:
                     evaluated_at.append(progress.step)
-                    curves.append(_finite(progress.val_losses))
-                    stopped = self._behind(variant, seeds, progress)
+                    curves.append(finite(progress.val_losses))
+                    stopped = self._behind(variant, seeds, progress) if early else ""
                 yield progress
                 if stopped:
                     break
@@ -205,22 +250,20 @@ class Comparison:
         entry = Runs(variant.variant, list(seeds), steps, evaluated_at, by_seed, seconds, stopped)
         self.ledger.append(entry)
 
-    def check(self, config: Config) -> None:
-        """**Raises:** `UserError` if a config cannot be built and trained."""
-        self._described("", config, None, None)
-
-    def steps_of_base(self, config: Config) -> int | None:
-        """The steps of the newest base that is like `config` but for its steps and evaluations, and
-        for what was tuned; None if there is none."""
+    def like_before(self, config: Config) -> TrainingConfig | None:
+        """How the newest base was trained that is like `config` but for its steps and evaluations,
+        and for what was tuned; None if there is none."""
         free = {"training.steps", "training.eval_every"}
         free |= {name for entry in self.ledger.of(Tuned) for name in entry.values}
 
         def fixed(config: Config) -> dict[str, Any]:
             return {name: x for name, x in _settings(config).items() if name not in free}
 
-        for entry in reversed(list(self.ledger.of(Variant))):
-            if entry.base is None and fixed(config_of(entry.config)) == fixed(config):
-                return entry.config["training"]["steps"]
+        for entry in reversed(self.ledger.variants.values()):
+            with contextlib.suppress(KeyError, TypeError, UserError):  # of another version
+                before = config_of(entry.config)
+                if entry.base is None and fixed(before) == fixed(config):
+                    return before.training
         return None
 
     def seconds_of(self, config: Config, at_once: int) -> tuple[float, float]:
@@ -231,10 +274,19 @@ class Comparison:
         before = time.perf_counter() - began
         return before, float(np.median([next(steps) for _ in range(MEASURED)]))
 
+    def untuned(self, config: Config, base: Config, equal: Equal) -> str:
+        """What a config is before it is tuned, beside its base."""
+        return _checksum([_settings(config), code_of(config.model), _settings(base), equal])
+
     def equal_steps(self, config: Config, base: Config, equal: Equal, at_once: int) -> int:
-        """The steps that make `config` equal to `base`, before both are entered."""
+        """The steps that make `config` equal to `base`, before both are entered: those with which
+        it was tuned before, if it was."""
+        of = self.untuned(config, base, equal)
+        for entry in self.ledger.of(Tuned):
+            if entry.of == of:
+                return entry.steps
         if equal == "time":
-            ratios = speed_ratios(base, config, self._tokenizer, self._split, at_once)
+            ratios = self._ratios(base, config, at_once, MISSED)
             return max(1, round(base.training.steps * ratio_of(ratios)[0]))
         operations = (
             self._described("", x, None, equal).operations_per_token for x in (base, config)
@@ -250,17 +302,22 @@ class Comparison:
         return None
 
     def train_to_tune(
-        self, name: str, config: Config, values: Mapping[str, float], seeds: Sequence[int]
+        self,
+        name: str,
+        config: Config,
+        values: Mapping[str, float],
+        seeds: Sequence[int],
+        of: str,
     ) -> Iterator[SeedsProgress]:
-        """Train a config to tune it, and keep its losses."""
+        """Train a config to tune it, and keep its losses. `of`: see `untuned`."""
         variant, steps = self._described(name, config, None, None), config.training.steps
         losses = []
         with self._told(variant, seeds):
             for progress in fit_seeds(config, self._tokenizer, seeds, self._split):
                 losses = progress.val_losses or losses
                 yield progress
-        kept = _finite(losses)
-        entry = Tuned(variant.variant, name, dict(values), list(seeds), steps, kept)
+        kept = finite(losses)
+        entry = Tuned(variant.variant, of, name, dict(values), list(seeds), steps, kept)
         self.ledger.append(entry)
 
     def begin_to_confirm(self, name: str, n_seeds: int) -> Confirming:
@@ -276,7 +333,10 @@ class Comparison:
                 confirmed.variant != variant.variant,
                 f"{name} was judged on the validation text before: {confirmed.words}.",
             )
-        require(bool(self._runs(variant)), f"{name} was not trained on the choice text before.")
+        require(
+            bool(self.ledger.runs[variant.variant]),
+            f"{name} was not trained on the choice text before.",
+        )
         first = CONFIRM_SEED + APART * len(before)
         seeds = list(range(first, first + n_seeds))
         entry = Confirming(variant.variant, seeds, level(len(before)), self.tried)
@@ -287,25 +347,38 @@ class Comparison:
         """Train a variant, with as many steps as before. The losses of the last step are those on
         the validation text. None are kept."""
         variant, config = self._entered[name]
-        steps = next((run.steps for run in self._runs(variant)), config.training.steps)
+        steps = next(
+            (run.steps for run in self.ledger.runs[variant.variant]), config.training.steps
+        )
         training = dataclasses.replace(config.training, steps=steps, eval_every=steps)
         config = dataclasses.replace(config, training=training)
         with self._told(variant, seeds):
             yield from fit_seeds(config, self._tokenizer, seeds, self._confirming)
 
     def confirm(
-        self, name: str, entry: Confirming, losses: Sequence[float], base_losses: Sequence[float]
+        self, name: str, entry: Confirming, losses: Mapping[str, Sequence[float]]
     ) -> Confirmed:
-        """The verdict by the losses of the seeds of `entry`: a single look, and so Student's
-        test."""
+        """The verdict by the losses of all that were entered, of the seeds of `entry`: a single
+        look, and so Student's test."""
         variant, _ = self._entered[name]
-        of_time = self._tolerance(variant, self._result(self._base, ""))
-        base = dict(zip(entry.seeds, base_losses, strict=True))
-        own = dict(zip(entry.seeds, losses, strict=True))
+        by_seed = {n: dict(zip(entry.seeds, x, strict=True)) for n, x in losses.items()}
+        by_variant = {v.variant: by_seed[n] for n, (v, _) in self._entered.items()}
+        own, base = by_seed[name], by_variant[self._base.variant]
+        of_time = tolerance_of(self.ledger, variant, result_of(self.ledger, self._base, self._base))
         verdict = judge(base, own, entry.level, of_time, once=True)
-        mean, margin = _finite([verdict.difference.mean, verdict.difference.margin])
-        kept = _finite(losses), _finite(base_losses)
-        confirmed = Confirmed(variant.variant, *kept, mean, margin, verdict.words)
+        twin = by_variant.get(variant.twin or "", {})
+        if twin:
+            verdict = of_both(verdict, judge(twin, own, entry.level, of_time, once=True))
+        mean, margin = finite([verdict.difference.mean, verdict.difference.margin])
+        confirmed = Confirmed(
+            variant=variant.variant,
+            losses=finite(own.values()),
+            base_losses=finite(base.values()),
+            twin_losses=finite(twin.values()),
+            difference=mean,
+            margin=margin,
+            words=verdict.words,
+        )
         self.ledger.append(confirmed)
         return confirmed
 
@@ -321,7 +394,7 @@ class Comparison:
 
     def _changed(self, variant: Variant) -> str:
         """Why a variant is not in the ledger."""
-        same = [v for v in self.ledger.of(Variant) if v.name == variant.name]
+        same = [v for v in self.ledger.variants.values() if v.name == variant.name]
         if not same:
             return f"{self.ledger.path} has no variant {variant.name}."
         old, new = same[-1].code, variant.code
@@ -333,42 +406,41 @@ class Comparison:
     def _base(self) -> Variant:
         return next(iter(self._entered.values()))[0]
 
+    def result(self, name: str) -> Result:
+        """The result of a variant."""
+        return result_of(self.ledger, self._entered[name][0], self._base)
+
     def look(self, name: str) -> Result:
         """The result of a variant, with its verdict, which is written into the ledger."""
         variant, _ = self._entered[name]
-        result = self._result(variant, variant.name)
+        result = self.result(name)
         verdict = result.verdict
         if verdict is not None and verdict.seeds:
-            mean, margin = _finite([verdict.difference.mean, verdict.difference.margin])
+            mean, margin = finite([verdict.difference.mean, verdict.difference.margin])
             look = Look(variant.variant, verdict.seeds, mean, margin, verdict.words)
             if look not in self.ledger.of(Look):
                 self.ledger.append(look)
         return result
 
     def results(self) -> list[Result]:
-        """Of the base, and of all variants of it in the ledger, in the order in which they were
-        entered. Of a name whose code or config has changed, the older ones say so."""
-        base = self._base
-        variants = [base, *(v for v in self.ledger.of(Variant) if v.base == base.variant)]
-        entered = [variant for variant, _ in self._entered.values()]
-        newest = {(v.name, v.equal): v.variant for v in [*variants, *entered]}
-
-        def shown(variant: Variant) -> str:
-            is_newest = newest[variant.name, variant.equal] == variant.variant
-            other = "" if variant.equal in (None, self._equal) else f" (equal {variant.equal})"
-            return f"{variant.name}{other}{'' if is_newest else ' (an earlier version)'}"
-
-        return [self._result(variant, shown(variant)) for variant in variants]
+        """Of the base, and of all variants of it in the ledger."""
+        newest = [variant for variant, _ in self._entered.values()]
+        return results_of(self.ledger, self._base, newest, self._equal)
 
     def seeds_that_fit(self, name: str) -> int:
         """How many seeds of a variant fit into memory."""
-        config = self._entered[name][1]
-        model = abstract_model(config.model, self._tokenizer)
-        trained = trainable(config, model)
-        rows = config.training.batch_size // (config.training.accumulation or 1)
-        # In float32, parameters, and for those that are trained gradients and two moments.
-        state = count_parameters(model) + 3 * count_parameters(eqx.filter(model, trained))
-        each = 4 * state + activation_bytes(model, rows)
+        return self._that_fit(self._entered[name][1])
+
+    def _that_fit(self, *configs: Config) -> int:
+        """How many seeds of all these fit into memory together."""
+        each = 0
+        for config in configs:
+            model = abstract_model(config.model, self._tokenizer)
+            trained = trainable(config, model)
+            rows = config.training.batch_size // (config.training.accumulation or 1)
+            # In float32, parameters, and for those that are trained gradients and two moments.
+            state = count_parameters(model) + 3 * count_parameters(eqx.filter(model, trained))
+            each += 4 * state + activation_bytes(model, rows)
         seeds = max(1, int(MEMORY_SHARE * free_memory() / each))
         return max(seeds - seeds % jax.device_count(), 1)
 
@@ -399,88 +471,37 @@ class Comparison:
     def _parameters(self, config: Config) -> int:
         return count_parameters(abstract_model(config.model, self._tokenizer))
 
-    def _runs(self, variant: Variant) -> list[Runs]:
-        return [run for run in self.ledger.of(Runs) if run.variant == variant.variant]
-
     def _steps(self, variant: Variant, config: Config, at_once: int) -> int:
-        """The steps that a variant is trained for: those with which it was begun, or else those
-        that make it equal to the base."""
+        """The steps that a variant is trained for: those that make it equal to the base."""
         base, base_config = next(iter(self._entered.values()))
-        before = [*self._runs(variant), *self._speeds(variant)]
-        if variant.equal != "time" or variant.name == AGAIN:
+        if variant.equal != "time":
             of_both = base.operations_per_token, variant.operations_per_token
             return steps_of(config, base_config, variant.equal, *of_both)
         # Measured before each group of seeds: all that was measured tells how wrong it may be.
-        ratios = speed_ratios(base_config, config, self._tokenizer, self._split, at_once)
+        ratios = self._ratios(base_config, config, at_once, missed_of(variant))
         chosen = max(1, round(base_config.training.steps * ratio_of(ratios)[0]))
+        before = self.ledger.speeds[variant.variant]
         steps = before[0].steps if before else chosen
         self.ledger.append(Speed(variant.variant, steps, ratios))
         return steps
 
-    def _speeds(self, variant: Variant) -> list[Speed]:
-        return [speed for speed in self.ledger.of(Speed) if speed.variant == variant.variant]
-
-    def _tolerance(self, variant: Variant, base: Result) -> float:
-        """The difference that a wrong number of steps may make, where a measured speed chose it."""
-        speeds = self._speeds(variant)
-        if not speeds or not base.curves:
-            return 0.0
-        ratios = [ratio for speed in speeds for ratio in speed.ratios]
-        mean = np.mean(list(base.curves.values()), axis=0)
-        half, end = np.interp([base.steps / 2, base.steps], base.evaluated_at, mean)
-        return tolerance(ratios, speeds[0].steps / base.steps, half - end)
+    def _ratios(self, base: Config, config: Config, at_once: int, missed: float) -> list[float]:
+        at_once = min(at_once, self._that_fit(base, config))
+        return speed_ratios(base, config, self._tokenizer, self._split, at_once, missed)
 
     def _behind(self, variant: Variant, seeds: Sequence[int], progress: SeedsProgress) -> str:
-        """Why a variant is stopped, if it is: where the base was after the same share of its steps,
-        it is worse, as a test finds that has as many seeds."""
-        share = progress.step / progress.steps
-        if variant.level is None or not EARLY <= share < 1 or progress.val_losses is None:
+        """Why a variant is stopped, if it is."""
+        losses, share = progress.val_losses, progress.step / progress.steps
+        if variant.level is None or losses is None or share == 1:
             return ""
-        base = self._result(self._base, "")
-        if not base.curves.keys() >= set(seeds):
-            return ""
-        at = share * base.steps
-        then = [np.interp(at, base.evaluated_at, base.curves[seed]) for seed in seeds]
-        gap = sequence(np.subtract(progress.val_losses, then), LEVEL)
-        if not gap.mean - gap.margin > 0:
+        base = result_of(self.ledger, self._base, self._base)
+        gap = behind(base, dict(zip(seeds, losses, strict=True)), share)
+        if gap is None:
             return ""
         return (
             f"stopped at step {progress.step} of {progress.steps}, behind the base by "
             f"{gap.mean:.4f} ± {gap.margin:.4f}"
         )
-
-    def _result(self, variant: Variant, name: str) -> Result:
-        runs = self._runs(variant)
-        whole = [run for run in runs if not run.stopped]
-        count = sum(len(run.seeds) for run in whole)
-        result = Result(
-            name=name,
-            is_base=variant.base is None,
-            parameters=variant.parameters,
-            operations_per_token=variant.operations_per_token,
-            steps=runs[0].steps if runs else 0,
-            evaluated_at=whole[0].evaluated_at if whole else [],
-            curves={
-                seed: [math.nan if x is None else x for x in curve]
-                for run in whole
-                for seed, curve in zip(run.seeds, run.curves, strict=True)
-            },
-            seconds=sum(run.seconds for run in whole) / count if count else 0.0,
-            verdict=None,
-        )
-        if variant.base is None:
-            return result
-        base = self._result(self._base, "")
-        of_time = self._tolerance(variant, base)
-        verdict = judge(base.losses, result.losses, variant.level or LEVEL, of_time)
-        if stopped := [run.stopped for run in runs if run.stopped]:
-            verdict = dataclasses.replace(verdict, words=stopped[0])
-        return dataclasses.replace(result, verdict=verdict)
-
-
-def _finite(values: Iterable[float]) -> list[float | None]:
-    """JSON has no NaN and no infinity."""
-    return [x if math.isfinite(x) else None for x in values]
 
 
 def _settings(config: Config) -> dict[str, Any]:
@@ -498,7 +519,6 @@ def _checksum(of: Any) -> str:
 
 
 def default_name(base: str, config: Config) -> str:
-    """The name of a comparison: another one for each base, so that more variants and more seeds can
-    be added."""
-    settings = {name: str(value) for name, value in settled(config, "comparison")}
-    return f"{base}-{_checksum(settings | {'data': str(config.data)})[:6]}"
+    """The name of a comparison: one for each preset and text, so that all that is tried with them
+    counts."""
+    return f"{base}-{_checksum(str(config.data))[:6]}"

@@ -7,8 +7,9 @@ import jax
 
 from gptlite.errors import require
 from gptlite.machine.progress import log, progress_bar
-from gptlite.research.comparison import AGAIN, Comparison
+from gptlite.research.comparison import Comparison
 from gptlite.research.report import told
+from gptlite.research.results import Result
 from gptlite.research.seeds import SeedsProgress
 
 # The seeds of a group, at least: fewer decide hardly anything.
@@ -23,44 +24,54 @@ def group_size(devices: int) -> int:
 
 
 def conduct(
-    comparison: Comparison, n_seeds: int, at_once: int | None = None, minutes: float | None = None
+    comparison: Comparison,
+    n_seeds: int,
+    at_once: int | None = None,
+    clock: "Clock | None" = None,
+    *,
+    early: bool = True,
 ) -> None:
     """Train the variants that were entered from the seeds 0, 1, ..., at most `n_seeds`, in groups
     of `at_once` (default: `GROUP`, or the next number that all devices share evenly). After each
     group, the variants are looked at. One that is decided gets no more seeds.
 
-    `minutes`: for all together. A group that would take longer is not begun.
+    `early`: see `Comparison.train`. `clock`: a group that would take longer than there is time, at
+    the speed of what was trained before, is not begun.
 
-    **Raises:** `UserError` if the first group would take longer than `minutes`, as its first
-    seconds tell.
+    **Raises:** `UserError` if the first group would take longer, as its first seconds tell.
     """
+    for name, ratio in comparison.more_tokens().items():
+        log(
+            f"{name} reads {ratio:.3g} times the tokens of the base, and other windows: "
+            "--equal tokens gives it as many"
+        )
+    clock = clock or Clock(None)
     size = at_once or group_size(jax.device_count())
-    base, *left = comparison.names
-    clock = _Clock(minutes, len(comparison.names))
+    base, *variants = comparison.names
+    left = [name for name in variants if not _is_done(comparison.result(name), early)]
     for first in range(0, n_seeds, size):
+        if not set(left) & set(comparison.judged):
+            return
         seeds = list(range(first, min(first + size, n_seeds)))
-        for name in (base, *left):
-            missing = comparison.missing(name, seeds)
-            if not clock.has_time_for(name, len(missing)):
-                log(f"{name} gets no more seeds: the {minutes:g} minutes are used up.")
+        missing = {name: comparison.missing(name, seeds, early) for name in (base, *left)}
+        rows = sum(map(bool, missing.values()))
+        for name, group in missing.items():
+            if not clock.has_time_for(name, len(group)):
+                log(f"{name} gets no more seeds: the {clock.minutes:g} minutes are used up.")
                 return
-            together = min(len(missing), comparison.seeds_that_fit(name)) or 1
-            for i in range(0, len(missing), together):
-                group = missing[i : i + together]
-                began = time.perf_counter()
-                training = clock.checked(comparison.train(name, group), len(group))
-                show(name, training, len(group))
-                clock.per_seed[name] = (time.perf_counter() - began) / len(group)
+            together = min(len(group), comparison.seeds_that_fit(name)) or 1
+            for i in range(0, len(group), together):
+                part = group[i : i + together]
+                training = clock.checked(name, comparison.train(name, part, early), part, rows)
+                show(name, training, len(part))
         for name in list(left):
             result = comparison.look(name)
             log(f"after {seeds[-1] + 1} seeds: {told(result)}")
-            if name != AGAIN and result.verdict and result.verdict.is_decided:
+            if _is_done(result, early):
                 left.remove(name)
-        if not set(left) - {AGAIN}:
-            return
         n_left = n_seeds - seeds[-1] - 1
-        if n_left and clock.per_seed:
-            at_most = n_left * sum(clock.per_seed.get(name, 0.0) for name in (base, *left)) / 60
+        if n_left and set(left) & set(comparison.judged) and any(missing.values()):
+            at_most = n_left * clock.seconds_per_seed(base, *left) / 60
             log(f"left: at most {n_left} seeds of {len(left) + 1}, {at_most:.1f} min")
 
 
@@ -81,38 +92,61 @@ def show(
     return progress
 
 
-class _Clock:
+def _is_done(result: Result, early: bool) -> bool:
+    """Whether more seeds of a variant would be for nothing. What is not judged, such as the base
+    again, goes on as long as others do."""
+    if result.variant.level is None or result.verdict is None:
+        return False
+    return result.verdict.is_decided and (early or not result.is_stopped)
+
+
+class Clock:
     """The time that is left."""
 
-    def __init__(self, minutes: float | None, rows: int):
-        self._minutes, self._rows, self._began = minutes, rows, time.perf_counter()
-        self.per_seed: dict[str, float] = {}
-        """Seconds of a seed, by the name of the variant."""
+    def __init__(self, minutes: float | None):
+        """It runs from now on. None: there is no limit."""
+        self.minutes, self._began = minutes, time.perf_counter()
+        self._per_seed: dict[str, float] = {}
+
+    def seconds_per_seed(self, *names: str) -> float:
+        """Of all these variants together, as far as they are known."""
+        return sum(self._per_seed.get(name, 0.0) for name in names)
 
     def has_time_for(self, name: str, seeds: int) -> bool:
         """Whether `seeds` of a variant can be trained in time, as far as it is known."""
-        if self._minutes is None or not seeds or not self.per_seed:
+        if self.minutes is None or not seeds or not self._per_seed:
             return True
-        seconds = seeds * self.per_seed.get(name, max(self.per_seed.values()))
-        return time.perf_counter() - self._began + seconds <= 60 * self._minutes
+        seconds = seeds * self._per_seed.get(name, max(self._per_seed.values()))
+        return time.perf_counter() - self._began + seconds <= 60 * self.minutes
 
-    def checked(self, training: Iterator[SeedsProgress], seeds: int) -> Iterator[SeedsProgress]:
-        """`training` of the base from the first `seeds`.
+    def checked(
+        self, name: str, training: Iterator[SeedsProgress], seeds: list[int], rows: int
+    ) -> Iterator[SeedsProgress]:
+        """`training` of a variant from `seeds`, the first of so many `rows` if none was trained
+        before.
 
-        **Raises:** `UserError` if all variants together would take longer than there is time.
+        **Raises:** `UserError` if all rows together would take longer than there is time.
         """
-        began, is_known = time.perf_counter(), bool(self.per_seed) or self._minutes is None
+        began, first, since = time.perf_counter(), None, 0.0
+        is_known = bool(self._per_seed) or self.minutes is None
         for progress in training:
             yield progress
-            if is_known or progress.step_seconds < MEASURED or self._minutes is None:
+            now = time.perf_counter()
+            if first is None:
+                first, since = progress, now
+            if is_known or now - since < MEASURED:
                 continue
             is_known = True
-            seconds = (time.perf_counter() - began) / progress.step * progress.steps
-            needed = seconds * self._rows / 60
-            fitting = int(progress.steps * self._minutes / needed)
+            before = since - began
+            of_steps = (now - since) / (progress.step - first.step) * progress.steps
+            used = (began - self._began) / 60
+            needed = used + rows * (before + of_steps) / 60
+            assert self.minutes is not None
+            fitting = (60 * (self.minutes - used) / rows - before) / of_steps * progress.steps
             require(
-                needed <= self._minutes,
-                f"{seeds} seeds each of {self._rows} variants would take about {needed:.1f} "
-                f"minutes here: give --minutes more, or --training.steps about {fitting} in place "
-                f"of {progress.steps}.",
+                needed <= self.minutes,
+                f"{len(seeds)} seeds of {rows} variants would take about {needed:.1f} minutes "
+                f"here: give --minutes more"
+                + (f", or --training.steps at most {int(fitting)}." if fitting >= 1 else "."),
             )
+        self._per_seed[name] = (time.perf_counter() - began) / len(seeds)

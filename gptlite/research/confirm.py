@@ -4,30 +4,40 @@ from collections.abc import Sequence
 
 from gptlite.config import Config
 from gptlite.custom import with_custom
-from gptlite.errors import UserError
+from gptlite.errors import UserError, require
+from gptlite.machine.progress import log
 from gptlite.research.comparison import Comparison
 from gptlite.research.conduct import show
 from gptlite.research.ledger import Confirmed, Confirming, Ledger, Variant
+from gptlite.research.report import told
 from gptlite.runs.saved_config import config_of, with_corpus
 
 
 def recalled(
-    ledger: Ledger, name: str, custom: Sequence[str], corpus: str | None
+    ledger: Ledger, name: str, equal: str, custom: Sequence[str], corpus: str | None
 ) -> tuple[Variant, dict[str, Config]]:
-    """The newest variant of a name, and the configs of its base and of itself, by name.
+    """The newest variant of a name, with what is `equal` (or `any`), and the configs of its base,
+    of its twin if it has one, and of itself, by name.
 
-    **Raises:** `UserError` if there is none, or its custom blocks or its text are not named: a
-    ledger may come from a stranger.
+    **Raises:** `UserError` if there is none, it is not clear what is to be equal, or its custom
+    blocks or its text are not named: a ledger may come from a stranger.
     """
-    variants = {v.variant: v for v in ledger.of(Variant)}
-    found = [v for v in variants.values() if v.name == name and v.base in variants and v.level]
+    judged = [v for v in ledger.variants.values() if v.level is not None]
+    same = [v for v in judged if v.name == name]
+    found = [v for v in same if equal in ("any", v.equal)]
     if not found:
-        names = dict.fromkeys(v.name for v in variants.values() if v.level is not None)
-        has = f"it has {', '.join(names)}" if names else "it has none"
-        raise UserError(f"{ledger.path} has no variant {name}: {has}.")
+        names = ", ".join(dict.fromkeys(f"{v.name} (equal {v.equal})" for v in judged)) or "none"
+        raise UserError(f"{ledger.path} has no variant {name}: it has {names}.")
     variant = found[-1]
+    kinds = {str(v.equal) for v in found if v.base == variant.base}
+    require(
+        len(kinds) == 1,
+        f"{name} was tried with equal {', equal '.join(sorted(kinds))}: --equal says which.",
+    )
+    variants = ledger.variants
     configs = {}
-    for entry in (variants[str(variant.base)], variant):
+    twin = [variants[variant.twin]] if variant.twin else []
+    for entry in (variants[str(variant.base)], *twin, variant):
         try:
             config = config_of(entry.config)
         except (KeyError, TypeError) as error:
@@ -44,6 +54,11 @@ def train_and_confirm(
 
     **Raises:** `UserError` as `Comparison.begin_to_confirm` does.
     """
+    base, result = comparison.names[0], comparison.result(name)
+    log(
+        f"{name} against {base}, equal {result.variant.equal}, {result.steps} steps, tried with "
+        f"{len(result.curves)} seeds: {told(result)}"
+    )
     begun = comparison.begin_to_confirm(name, n_seeds)
     losses = {}
     for each in comparison.names:
@@ -56,5 +71,4 @@ def train_and_confirm(
             assert progress is not None
             assert progress.val_losses is not None
             losses[each] += progress.val_losses
-    base, _ = comparison.names
-    return begun, comparison.confirm(name, begun, losses[name], losses[base])
+    return begun, comparison.confirm(name, begun, losses)

@@ -7,6 +7,7 @@ with 2 if it is broken: it breaks a law of `gptlite check-block`, cannot be buil
 """
 
 import contextlib
+import re
 import sys
 import time
 import traceback
@@ -17,7 +18,6 @@ from typing import Annotated, Literal
 import tyro
 
 from gptlite.cli import exit_on_error, import_jax, parse_compare, parse_words
-from gptlite.config import Config
 from gptlite.errors import require
 from gptlite.machine.fields import Between, check_fields
 from gptlite.machine.files import check_folder_name
@@ -37,17 +37,21 @@ class TryArguments:
 
     Ends with 0: better, 1: no such difference was found, 2: broken. The first try of a laboratory
     measures the machine, chooses the number of steps that fits into the minutes, and trains the
-    base; later ones train as many steps, and the base no more. All options of gptlite compare may
-    follow, such as --tune optimizer.learning_rate, --equal time and --json."""
+    base; later ones train as many steps, and the base no more. All options of gptlite compare but
+    --vary may follow, such as --tune optimizer.learning_rate, --equal time and --json."""
 
-    block: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE.py:CLASS[:rank=4]")]
-    """The file and the class, with the options of the class."""
+    variant: Annotated[
+        str,
+        tyro.conf.Positional,
+        tyro.conf.arg(metavar="FILE.py:CLASS[:rank=4]|SECTION.FIELD=VALUE"),
+    ]
+    """A class of a file, with its options; or a setting."""
 
     minutes: Annotated[float, Between(0.0, above=True)] = 10.0
     """Minutes of the whole."""
 
     part: Literal["auto", "attention", "mlp", "norm", "block"] = "auto"
-    """What the block takes the place of. auto: attention if it has a cache, else mlp."""
+    """What a class takes the place of. auto: attention if it has a cache, else mlp."""
 
     name: str = "lab"
     """The laboratory: its ledger is in comparisons/NAME/."""
@@ -58,59 +62,81 @@ class TryArguments:
 
 
 def parse_try(argv: Sequence[str]) -> tuple[TryArguments, list[str]]:
-    """The command line of `try`, and the options that are those of `gptlite compare`."""
+    """The command line of `try`, and the options that are those of `gptlite compare`.
+
+    **Raises:** `UserError` if it names several variants.
+    """
     prog = "python -m gptlite.research.lab try"
-    return parse_words(TryArguments, argv, return_unknown_args=True, prog=prog)
+    arguments, rest = parse_words(TryArguments, argv, return_unknown_args=True, prog=prog)
+    is_one = "," not in arguments.variant
+    is_one &= not any(word.partition("=")[0] == "--vary" for word in rest)
+    require(is_one, "A try is of one variant: leave --vary and commas out.")
+    return arguments, rest
 
 
-def try_block(argv: Sequence[str]) -> int:
+def try_variant(argv: Sequence[str]) -> int:
     """The command `try`, with its words; gives the code that it ends with."""
     arguments, rest = parse_try(argv)
     import_jax()
     # Imported here, because --help should not wait for JAX.
-    from gptlite.research.check_block import CheckError, check_block
+    from gptlite.research.check_block import CheckError
     from gptlite.research.report import words
-    from gptlite.scripts.check_block import load_block
+    from gptlite.research.statistics import NOT_TRAINED, TOO_FEW
     from gptlite.scripts.compare import compare_variants
 
-    # Lines of JSON are alone on standard output.
-    out = sys.stderr if "--json" in rest else sys.stdout
-    loaded, options = load_block(arguments.block, ())
     began = time.perf_counter()
-    try:
-        report = check_block(loaded, options=options)
-    except CheckError as error:
-        log(str(error), out)
-        return BROKEN
-    log(str(report), out)
-    part = {"layer": "mlp", "block": "attention"}.get(report.kind)
-    part = part if arguments.part == "auto" else arguments.part
-    require(
-        part is not None, f"{arguments.block} is a {report.kind}: --part says what it replaces."
-    )
-    given = ["--vary", f"model.{part}={arguments.block}", "--name", arguments.name, *rest]
-    compared, variants = parse_compare(given)
-    minutes = arguments.minutes - (time.perf_counter() - began) / 60
-    if not any(word.replace("_", "-").startswith("--training.steps") for word in rest):
-        base, *_ = variants.values()
-        points = compared.tune_points if compared.tune else 0
-        with contextlib.redirect_stdout(out):
-            steps = _steps(arguments.name, base, minutes, points)
-        given += ["--training.steps", str(steps), "--training.eval-every", str(max(1, steps // 5))]
+    # Lines of JSON are alone on standard output.
+    with contextlib.redirect_stdout(sys.stderr if "--json" in rest else sys.stdout):
+        try:
+            setting = _setting(arguments)
+        except CheckError as error:
+            log(str(error))
+            return BROKEN
+        given = ["--vary", setting, "--name", arguments.name, *rest]
         minutes = arguments.minutes - (time.perf_counter() - began) / 60
-    given += ["--minutes", str(max(minutes, 1e-3))]
-    compared, variants = parse_compare(given)
+        if not any(word.replace("_", "-").startswith("--training.steps") for word in rest):
+            steps, evaluated = _steps(arguments.name, given, minutes)
+            given += ["--training.steps", str(steps)]
+            if not any(word.replace("_", "-").startswith("--training.eval-every") for word in rest):
+                given += ["--training.eval-every", str(evaluated)]
+    minutes = arguments.minutes - (time.perf_counter() - began) / 60
+    compared, variants = parse_compare([*given, "--minutes", str(max(minutes, 1e-3))])
     _, name = variants
-    (result,) = (x for x in compare_variants(compared, variants) if x.name == name)
+    result = compare_variants(compared, variants)[name]
     said = words(result)
-    if "diverged" in said:
+    require(
+        said not in (NOT_TRAINED, TOO_FEW) and not said.startswith("the base"),
+        f"There is no verdict on {name}: {said}.",
+    )
+    if said.startswith("diverged"):
         return BROKEN
     return BETTER if said == "better" else NOT_BETTER
 
 
-def _steps(name: str, base: Config, minutes: float, points: int) -> int:
-    """The steps of the base in the ledger, or those that fit: base, base again and variant are
-    trained from one group of seeds each, and base and variant from two seeds for each of `points`.
+def _setting(arguments: TryArguments) -> str:
+    """What is varied: a setting, or a block, which is checked.
+
+    **Raises:** `CheckError` if it breaks a law; `UserError` if it cannot be loaded.
+    """
+    from gptlite.research.check_block import check_block
+    from gptlite.scripts.check_block import load_block
+
+    variant = arguments.variant
+    if re.match(r"(model|optimizer|training)\.[\w-]+=", variant):
+        return variant
+    loaded, options = load_block(variant, ())
+    report = check_block(loaded, options=options)
+    log(str(report))
+    part = {"layer": "mlp", "block": "attention"}.get(report.kind)
+    part = part if arguments.part == "auto" else arguments.part
+    require(part is not None, f"{variant} is a {report.kind}: --part says what it replaces.")
+    return f"model.{part}={variant}"
+
+
+def _steps(name: str, given: Sequence[str], minutes: float) -> tuple[int, int]:
+    """The steps, and those from one evaluation to the next: of the base in the ledger, or those
+    that fit. Base, base again and variant are trained from one group of seeds each, and with
+    --tune base and variant from two seeds for each point.
 
     **Raises:** `UserError` if too few fit.
     """
@@ -121,17 +147,20 @@ def _steps(name: str, base: Config, minutes: float, points: int) -> int:
     from gptlite.research.tune import SEEDS
     from gptlite.scripts.compare import FOLDER, loaded, opened
 
+    compared, variants = parse_compare(given)
+    base = next(iter(variants.values()))
     set_up_jax(base.training.cpu_devices)
     base = loaded(base)
     with opened(FOLDER / name, base.data, [base]) as comparison:
-        if (steps := comparison.steps_of_base(base)) is not None:
-            return steps
+        if (before := comparison.like_before(base)) is not None:
+            return before.steps, before.eval_every
         size = group_size(jax.device_count())
-        before, of_step = comparison.seconds_of(base, size)
+        start, of_step = comparison.seconds_of(base, size)
+    points = compared.tune_points if compared.tune else 0
     programs, groups = 3 + 2 * points, 3 + 2 * points * len(SEEDS) / size
-    seconds = 60 * minutes * PLANNED - programs * before
+    seconds = 60 * minutes * PLANNED - programs * start
     steps = int(seconds / (groups * of_step))
-    needed = (programs * before + FEWEST * groups * of_step) / PLANNED / 60
+    needed = (programs * start + FEWEST * groups * of_step) / PLANNED / 60
     require(
         steps >= FEWEST,
         f"{minutes:.1f} minutes are too short for a try here: {FEWEST} steps would take "
@@ -140,10 +169,10 @@ def _steps(name: str, base: Config, minutes: float, points: int) -> int:
     digits = 10 ** max(0, len(str(steps)) - 2)
     steps -= steps % digits
     log(f"{steps} steps fit: {of_step:.3f} s for a step of {size} seeds, here and now")
-    return steps
+    return steps, max(1, steps // 5)
 
 
-COMMANDS = {"try": try_block}
+COMMANDS = {"try": try_variant}
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ checksum of the line before, so a line that was changed or taken out is noticed.
 import hashlib
 import json
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,6 +29,7 @@ FIRST = "0" * 64
 
 Steps = Annotated[int, msgspec.Meta(ge=1, le=MAX_INT32)]
 Checksum = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16,64}$")]
+Time = Annotated[str, msgspec.Meta(pattern=r"^[0-9T:+-]{25}$")]
 Share = Annotated[float, msgspec.Meta(gt=0, lt=1)]
 Loss = NotNegative | None
 """None: not finite, for which JSON has no number."""
@@ -64,6 +66,9 @@ class Variant(Entry, tag="variant", frozen=True):
     parameters: Natural
     operations_per_token: Annotated[int, msgspec.Meta(ge=0)]
     """Floating-point operations of training."""
+    twin: Checksum | None = None
+    """The base with the values that were tuned for this variant, if its own are others. What is
+    better must be better than both."""
 
     def __post_init__(self):
         if CONTROL.search(self.name):
@@ -102,6 +107,8 @@ class Tuned(Entry, tag="tuned", frozen=True):
 
     variant: Checksum
     """Of everything that decides what it learns, with these values."""
+    of: Checksum
+    """Of what it is before it is tuned, and of its base."""
     name: str
     values: dict[str, Number]
     seeds: list[Natural]
@@ -157,6 +164,8 @@ class Confirmed(Entry, tag="confirmed", frozen=True):
     losses: list[Loss]
     """Of each seed."""
     base_losses: list[Loss]
+    twin_losses: list[Loss]
+    """Empty: it has no twin."""
     difference: Number | None
     margin: NotNegative | None
     words: str
@@ -169,50 +178,96 @@ E = TypeVar("E", bound=Entry)
 class Ledger:
     """The entries in a file."""
 
-    def __init__(self, path: Path):
-        """**Raises:** `UserError` if the file is damaged, or was changed."""
+    def __init__(self, path: Path, limit: int = MAX_LEDGER):
+        """`limit`: bytes that the file may have.
+
+        **Raises:** `UserError` if the file is damaged, or was changed."""
         self.path = path
         self.entries: list[Kind] = []
+        self.times: list[str] = []
+        """When each was written."""
+        self.variants: dict[str, Variant] = {}
+        """By their checksum."""
+        self.runs: defaultdict[str, list[Runs]] = defaultdict(list)
+        """By the checksum of the variant, in the order in which they were trained."""
+        self.speeds: defaultdict[str, list[Speed]] = defaultdict(list)
+        """By the checksum of the variant, in the order in which they were measured."""
         self._last, self._end = FIRST, 0
         if not path.exists():
             return
         try:
-            content = read_bounded(path, MAX_LEDGER)
+            content = read_bounded(path, limit)
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error}.") from error
-        # What follows the last line's end was cut off when it was written, and never counted.
-        *lines, _ = content.split(b"\n")
+        *lines, rest = content.split(b"\n")
+        # What was cut off when it was written never counted. A whole line was not cut off.
+        require(
+            not _is_whole(rest),
+            f"{path} is damaged, or was changed: its last line has no end. {_ELSE}",
+        )
         for number, line in enumerate(lines, 1):
             where = f"{path} is damaged, or was changed, at line {number}"
             try:
                 record = parse_record(line, dict[str, Any])
-                before = record.pop("before", None)
-                record.pop("at", None)
-                entry = msgspec.convert(record, Kind)
-            except (ValueError, msgspec.ValidationError) as error:
+                before, at = record.pop("before", None), record.pop("at", None)
+                entry, at = msgspec.convert(record, Kind), msgspec.convert(at, Time)
+            except ValueError as error:
                 raise UserError(f"{where}: {error}. {_ELSE}") from error
             require(before == self._last, f"{where}: it does not follow the one before. {_ELSE}")
-            self._took(line, entry)
+            require(self._fits(entry), f"{where}: it does not fit the ones before. {_ELSE}")
+            self._took(line, entry, at)
 
-    def _took(self, line: bytes, entry: Kind) -> None:
+    def _fits(self, entry: Kind) -> bool:
+        """Whether runs, and what else is of a variant, are of one that was entered, and have its
+        steps and the evaluations of its other runs."""
+        if isinstance(entry, Opened | Tuned | Failed):  # a variant that is tuned is not entered
+            return True
+        if isinstance(entry, Variant):
+            is_new = entry.variant not in self.variants
+            known = (None, *self.variants)
+            return is_new and entry.base in known and entry.twin in known
+        if not isinstance(entry, Runs):
+            return entry.variant in self.variants
+        before = self.runs[entry.variant]
+        # Seeds that were stopped may be trained again.
+        seeds = {seed for run in before for seed in run.seeds if not run.stopped}
+        n = len(entry.evaluated_at)
+        return (
+            entry.variant in self.variants
+            and not seeds & set(entry.seeds)
+            and all(run.steps == entry.steps for run in before)
+            and all(
+                run.evaluated_at[:n] == entry.evaluated_at[: len(run.evaluated_at)]
+                for run in before
+            )
+        )
+
+    def _took(self, line: bytes, entry: Kind, at: str) -> None:
         self.entries.append(entry)
+        self.times.append(at)
+        match entry:
+            case Variant():
+                self.variants[entry.variant] = entry
+            case Runs():
+                self.runs[entry.variant].append(entry)
+            case Speed():
+                self.speeds[entry.variant].append(entry)
         self._last = hashlib.sha256(line).hexdigest()
         self._end += len(line) + 1
 
     def append(self, entry: Kind) -> None:
-        """Write `entry`.
+        """Write `entry`, which fits the others.
 
         **Raises:** `UserError` if it cannot be written.
         """
-        record = {
-            **msgspec.to_builtins(entry),
-            "at": datetime.now(UTC).isoformat(timespec="seconds"),
-            "before": self._last,
-        }
+        assert self._fits(entry)  # or the ledger could not be read again
+        at = datetime.now(UTC).isoformat(timespec="seconds")
+        record = {**msgspec.to_builtins(entry), "at": at, "before": self._last}
         line = json.dumps(record, allow_nan=False).encode()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | getattr(os, "O_BINARY", 0))
+            flags = getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)  # none on Windows
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | flags)
             with open(descriptor, "wb") as file:
                 file.truncate(self._end)
                 file.seek(self._end)
@@ -223,7 +278,7 @@ class Ledger:
                 sync(self.path.parent)
         except OSError as error:
             raise UserError(f"{self.path} cannot be written: {error.strerror}.") from error
-        self._took(line, entry)
+        self._took(line, entry, at)
 
     def of(self, kind: type[E]) -> Iterator[E]:
         """The entries of a kind."""
@@ -231,3 +286,11 @@ class Ledger:
 
 
 _ELSE = "Give this comparison another --name, or move its folder away."
+
+
+def _is_whole(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True

@@ -9,7 +9,7 @@ from gptlite.runs.plots import blank
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from gptlite.research.comparison import Result
+    from gptlite.research.results import Result
 
 
 def comparison(results: "Sequence[Result]") -> "Figure":

@@ -1,11 +1,24 @@
 """The results of a comparison: as a table in text, as CSV, and as lines of JSON."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gptlite.research.comparison import AGAIN, Result
-from gptlite.research.ledger import Confirmed, Confirming
+from gptlite.research.ledger import (
+    Confirmed,
+    Confirming,
+    Failed,
+    Kind,
+    Ledger,
+    Look,
+    Opened,
+    Runs,
+    Speed,
+    Tuned,
+    Variant,
+)
+from gptlite.research.results import AGAIN, Result, finite, results_of
+from gptlite.research.speed import ratio_of
 from gptlite.research.statistics import LEVEL, POWER, Estimate, estimate
 
 
@@ -21,8 +34,8 @@ def table(results: Sequence[Result], tried: int) -> str:
             "seeds": len(result.curves),
             "steps": result.steps,
             "s per seed": f"{result.seconds:.1f}",
-            "parameters": f"{result.parameters:,}",
-            "FLOPs per token": f"{result.operations_per_token:,}",
+            "parameters": f"{result.variant.parameters:,}",
+            "FLOPs per token": f"{result.variant.operations_per_token:,}",
             "verdict": words(result),
         }
         for result in results
@@ -45,6 +58,8 @@ def table(results: Sequence[Result], tried: int) -> str:
         f"{LEVEL:.0%}. A difference of 'found from' would have been found with a probability of "
         f"{POWER:.0%}."
     )
+    if any(result.verdict and result.verdict.tolerance for result in results):
+        note += " At equal time, a difference counts beyond what the error of the speeds may make."
     return "\n".join([*lines, "", note])
 
 
@@ -59,9 +74,11 @@ def words(result: Result) -> str:
     """The verdict in words."""
     if result.verdict is None:
         return ""
-    if result.name == AGAIN and result.verdict.words in ("better", "worse"):
-        return "differs by chance"
-    return "chance alone" if result.name == AGAIN else result.verdict.words
+    if result.variant.level is not None or not result.curves:
+        return result.verdict.words
+    if result.variant.name != AGAIN:
+        return "for the variants with its values"
+    return "differs by chance" if result.verdict.words in ("better", "worse") else "chance alone"
 
 
 def records(results: Sequence[Result]) -> list[dict[str, Any]]:
@@ -72,8 +89,8 @@ def records(results: Sequence[Result]) -> list[dict[str, Any]]:
             "verdict": words(result),
             "seeds": len(result.curves),
             "steps": result.steps,
-            "parameters": result.parameters,
-            "training_flops_per_token": result.operations_per_token,
+            "parameters": result.variant.parameters,
+            "training_flops_per_token": result.variant.operations_per_token,
             "seconds_per_seed": result.seconds,
             "choice_loss": _finite(mean.mean),
             "choice_loss_margin": _finite(mean.margin),
@@ -81,6 +98,7 @@ def records(results: Sequence[Result]) -> list[dict[str, Any]]:
             "difference_margin": verdict and _finite(verdict.difference.margin),
             "level": verdict and verdict.level,
             "found_from": verdict and _finite(verdict.found_from),
+            "tolerance": verdict and _finite(verdict.tolerance),
             "losses": {str(seed): _finite(loss) for seed, loss in result.losses.items()},
         }
         for result in results
@@ -130,12 +148,116 @@ def confirmation(
         "difference_margin": confirmed.margin,
         "losses": confirmed.losses,
         "base_losses": confirmed.base_losses,
+        "twin_losses": confirmed.twin_losses,
     }
-    mean, margin = (math.nan if x is None else x for x in (confirmed.difference, confirmed.margin))
+    seeds, difference = f"{len(begun.seeds)} new seeds", ""
+    if confirmed.difference is not None and confirmed.margin is not None:
+        difference = f"{_with_margin(Estimate(confirmed.difference, confirmed.margin), '+')}, "
     sentence = (
-        f"{name} against {base} on the validation text, {len(begun.seeds)} new seeds: "
-        f"{_with_margin(Estimate(mean, margin), '+')}: {confirmed.words}. The interval is that of "
-        f"Student's paired t-test, once, at the level {begun.level:.3g}. {begun.tried} variants "
-        "had been tried."
+        f"{name} against {base} on the validation text, {seeds}: {difference}{confirmed.words} "
+        f"(Student's paired t-test, once, at the level {begun.level:.2g}; {begun.tried} variants "
+        "had been tried)."
     )
     return record, sentence
+
+
+def overview(ledger: Ledger) -> dict[str, Any]:
+    """All that a page shows of a comparison: for each base its variants with their curves, the
+    verdicts on the validation text, and the ledger in words. The newest base comes first."""
+    variants = ledger.variants
+    bases = [v for v in variants.values() if v.base is None]
+    groups = []
+    for base in reversed(bases):
+        results = results_of(ledger, base)
+        rows = records(results)
+        for row, result in zip(rows, results, strict=True):
+            row["reason"] = reason(result)
+            row["evaluated_at"] = list(result.evaluated_at)
+            row["curves"] = [finite(curve) for curve in result.curves.values()]
+        groups.append(rows)
+    confirmed = []
+    for begun, verdict in _confirmations(ledger):
+        variant = variants[begun.variant]
+        names = [variants[str(variant.base)].name, variant.name]
+        if verdict is None:
+            said = f"{names[1]}: begun with {_range(begun.seeds)}, and not finished"
+        else:
+            said = confirmation(names, begun, verdict)[1]
+        confirmed.append(said)
+    lines = [
+        {"at": at, "words": _in_words(entry, variants)}
+        for at, entry in zip(ledger.times, ledger.entries, strict=True)
+    ]
+    return {"groups": groups, "confirmed": confirmed, "ledger": lines}
+
+
+def reason(result: Result) -> str:
+    """Why the verdict is what it is."""
+    verdict = result.verdict
+    if verdict is None or not math.isfinite(verdict.difference.margin):
+        return ""
+    off = verdict.tolerance
+    around = f"{off:.4f}, which the error of the speeds may make" if off else "0"
+    is_beyond = abs(verdict.difference.mean) - verdict.difference.margin > off
+    difference = _with_margin(verdict.difference, "+")
+    what = f"the interval of {verdict.seeds} differences, {difference} at the level "
+    what += f"{verdict.level:.2g}, is {'' if is_beyond else 'not '}beyond {around}"
+    if is_beyond:
+        return what
+    return f"{what}; from {verdict.found_from:.4f} on, a difference would have been found"
+
+
+def _confirmations(ledger: Ledger) -> list[tuple[Confirming, Confirmed | None]]:
+    """Each one that was begun, with its verdict if it has one: the last one of the variant."""
+    verdicts = {entry.variant: entry for entry in ledger.of(Confirmed)}
+    begun = list(ledger.of(Confirming))
+    last = {entry.variant: entry for entry in begun}
+    return [(x, verdicts.get(x.variant) if last[x.variant] is x else None) for x in begun]
+
+
+def _in_words(entry: Kind, variants: Mapping[str, Variant]) -> str:
+    """An entry of a ledger as a line."""
+    variant = variants.get(getattr(entry, "variant", ""))
+    name = variant.name if variant else getattr(entry, "name", "a variant")
+    match entry:
+        case Opened():
+            choice, rest = entry.choice_tokens, entry.validation_tokens
+            return f"opened: {choice:,} tokens to choose by, {rest:,} to confirm"
+        case Tuned():
+            values = ", ".join(f"{key} {value:.3g}" for key, value in entry.values.items())
+            return f"{name} tuned: {values}: {_losses(entry.losses)}"
+        case Variant() if entry.base is None:
+            return f"{name} entered as a base"
+        case Variant():
+            share = "" if entry.level is None else f", with the level {entry.level:.2g}"
+            return f"{name} entered{share}"
+        case Speed():
+            middle, error = ratio_of(entry.ratios)
+            return (
+                f"{name} measured {len(entry.ratios)} times: {middle:.3f} times as fast as the "
+                f"base, to {math.expm1(error):.1%}: {entry.steps} steps"
+            )
+        case Runs():
+            seeds = _range(entry.seeds)
+            if entry.stopped:
+                return f"{name}, {seeds}: {entry.stopped}"
+            last = [curve[-1] for curve in entry.curves]
+            return f"{name}, {seeds}, {entry.steps} steps: {_losses(last)}"
+        case Failed():
+            return f"{name}, {_range(entry.seeds)}, failed: {entry.reason}"
+        case Look():
+            return f"{name} after {entry.seeds} seeds: {entry.words}"
+        case Confirming():
+            return f"{name} looked at on the validation text, {_range(entry.seeds)}"
+        case Confirmed():
+            return f"{name} on the validation text: {entry.words}"
+
+
+def _losses(losses: Sequence[float | None]) -> str:
+    return " ".join("not finite" if loss is None else f"{loss:.4f}" for loss in losses)
+
+
+def _range(seeds: Sequence[int]) -> str:
+    if len(seeds) == 1:
+        return f"seed {seeds[0]}"
+    return f"seeds {min(seeds, default=0)} to {max(seeds, default=0)}"

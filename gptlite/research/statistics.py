@@ -52,15 +52,19 @@ class Verdict:
     """The probability of a wrong "better" or "worse"."""
     found_from: float
     """A difference of this size would have been found with the probability `POWER`."""
+    tolerance: float
+    """Differences up to this may have another cause than the variant."""
     words: str
 
     @property
     def is_decided(self) -> bool:
         """Whether more seeds would be for nothing."""
-        return self.words != UNDECIDED
+        return self.words not in (NOT_TRAINED, TOO_FEW, NOT_FOUND)
 
 
-UNDECIDED = "no difference found"
+NOT_TRAINED = "not trained"
+TOO_FEW = "too few seeds to tell"
+NOT_FOUND = "no difference found"
 
 
 def level(tried: int, new: int = 1) -> float:
@@ -141,7 +145,7 @@ def judge(
     *,
     once: bool = False,
 ) -> Verdict:
-    """A variant's losses against the base's, by seed. Lower is better.
+    """A variant's losses against the base's, of the seeds that both have. Lower is better.
 
     `tolerance`: differences up to it are none, such as those that an error in the number of steps
     makes. `once`: the seeds were chosen beforehand, and this is the only look.
@@ -150,16 +154,18 @@ def judge(
     n = len(seeds)
     most = student(n, level) if once else bound(n, level)
     for who, losses in (("", variant), ("the base ", base)):
-        if diverged := sum(not math.isfinite(x) for x in losses.values()):
-            words = f"{who}diverged ({diverged} of {len(losses)} seeds)"
-            return Verdict(Estimate(math.nan, math.inf), n, level, math.inf, words)
+        if diverged := sum(not math.isfinite(losses[seed]) for seed in seeds):
+            words = f"{who}diverged ({diverged} of {n} seeds)"
+            unknown = Estimate(math.nan, math.inf)
+            return Verdict(unknown, n, level, math.inf, tolerance, words)
     differences = np.array([variant[seed] - base[seed] for seed in seeds])
     difference = _estimate(differences, most)
-    words = UNDECIDED
+    words = NOT_FOUND if math.isfinite(most) else TOO_FEW if n else NOT_TRAINED
     if abs(difference.mean) - difference.margin > tolerance:
         words = "better" if difference.mean < 0 else "worse"
     deviation = float(np.std(differences, ddof=1)) if n > 1 else math.inf
-    return Verdict(difference, n, level, found_from(n, deviation, most) + tolerance, words)
+    smallest = found_from(n, deviation, most) + tolerance
+    return Verdict(difference, n, level, smallest, tolerance, words)
 
 
 def median_interval(values: Losses, level: float) -> tuple[float, float, float]:

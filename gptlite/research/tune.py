@@ -84,59 +84,75 @@ def tune(
     knobs: Sequence[Knob],
     n_points: int,
     equal: Equal,
-) -> dict[str, Config]:
-    """`configs`, the base first, each with its best values of `knobs`. All are trained as they are
-    to be compared, with what is to be equal.
+) -> tuple[dict[str, Config], dict[str, tuple[str, Config]]]:
+    """`configs`, the base first, each with its best values of `knobs` among `n_points`, which fill
+    the range evenly (Halton, 1960: of a single knob the middle first, then those of the halves).
+    All are trained as they are to be compared, with what is to be equal. And the twins of those
+    whose values are not the base's: see `Variant.twin`.
 
-    **Raises:** `UserError` if one diverges with all values.
+    **Raises:** `UserError` if a value is out of its bounds, or a config diverges with all values.
     """
-    for config in configs.values():  # for its errors, before anything is trained
-        comparison.check(config)
-    base = next(iter(configs.values()))
-    best = {}
+    places = qmc.Halton(len(knobs), scramble=False).random(n_points + 1)[1:].tolist()
+    # A mistake is found before anything is trained.
+    points = {
+        name: [_point(name, config, knobs, place) for place in places]
+        for name, config in configs.items()
+    }
+    base_name, base = next(iter(configs.items()))
+    best, twins, of_base = {}, {}, {}
     for name, config in configs.items():
         steps = config.training.steps
         if config is not base:
             steps = comparison.equal_steps(config, base, equal, len(SEEDS))
-        best[name] = _best(comparison, name, config, knobs, n_points, steps)
-    return best
+        of = comparison.untuned(config, base, equal)
+        best[name], values = _best(comparison, name, points[name], steps, of)
+        of_base = of_base or values
+        if values != of_base:
+            turned = {knob: values[knob.name] for knob in knobs}
+            twins[name] = (f"{base_name}, {_told(values)}", _turned(base, turned))
+    return best, twins
 
 
-def _best(
-    comparison: Comparison,
-    name: str,
-    config: Config,
-    knobs: Sequence[Knob],
-    n_points: int,
-    steps: int,
-) -> Config:
-    """`config` with the best values among `n_points`, which fill the range evenly (Halton, 1960: of
-    a single knob the middle first, then those of the halves).
+Point = tuple[Config, dict[str, float]]
+"""A config, and the values of its knobs."""
+
+
+def _point(name: str, config: Config, knobs: Sequence[Knob], place: Sequence[float]) -> Point:
+    values = {}
+    for knob, x in zip(knobs, place, strict=True):
+        own = getattr(getattr(config, knob.section), knob.field)
+        require(
+            bool(own) or knob.bounds is not None,
+            f"--tune {knob.name} needs a range, because its value in {name} is {own}: "
+            f"{knob.name}=LOW,HIGH.",
+        )
+        values[knob] = knob.at(config, x)
+    return _turned(config, values), {knob.name: value for knob, value in values.items()}
+
+
+def _best(comparison: Comparison, name: str, points: Sequence[Point], steps: int, of: str) -> Point:
+    """The best of `points`.
 
     **Raises:** `UserError` if it diverges with all of them.
     """
-    places = qmc.Halton(len(knobs), scramble=False).random(n_points + 1)[1:]
     found = []
-    for number, place in enumerate(places.tolist(), 1):
-        values = {knob: knob.at(config, x) for knob, x in zip(knobs, place, strict=True)}
-        said = {knob.name: value for knob, value in values.items()}
-        what = f"{name} ({number} of {n_points}: {_told(said)})"
-        turned = _turned(config, values)
-        short = dataclasses.replace(
-            turned, training=dataclasses.replace(turned.training, steps=steps, eval_every=steps)
-        )
+    for number, (config, values) in enumerate(points, 1):
+        what = f"{name} ({number} of {len(points)}: {_told(values)})"
+        training = dataclasses.replace(config.training, steps=steps, eval_every=steps)
+        short = dataclasses.replace(config, training=training)
         losses = comparison.tuning_losses(short, SEEDS)
         if losses is None:
-            training = comparison.train_to_tune(name, short, said, SEEDS)
-            progress = show(what, training, len(SEEDS))
+            running = comparison.train_to_tune(name, short, values, SEEDS, of)
+            progress = show(what, running, len(SEEDS))
             losses = progress and progress.val_losses
         assert losses is not None
         mean = float(np.mean(losses))
-        found.append((mean if math.isfinite(mean) else math.inf, number, turned, said))
-    loss, _, best, said = min(found, key=lambda x: x[:2])
-    require(math.isfinite(loss), f"{name} diverged with all {n_points} values of --tune.")
-    log(f"{name}: {_told(said)} is the best of {n_points}, with a choice loss of {loss:.4f}")
-    return best
+        found.append((mean if math.isfinite(mean) else math.inf, number))
+    loss, number = min(found)
+    require(math.isfinite(loss), f"{name} diverged with all {len(points)} values of --tune.")
+    config, values = points[number - 1]
+    log(f"{name}: {_told(values)} is the best of {len(points)}, with a choice loss of {loss:.4f}")
+    return config, values
 
 
 def _told(values: dict[str, float]) -> str:

@@ -15,7 +15,8 @@ from gptlite.config import Config, DataConfig
 from gptlite.errors import UserError, require
 
 if TYPE_CHECKING:
-    from gptlite.research.comparison import Comparison, Result
+    from gptlite.research.comparison import Comparison
+    from gptlite.research.results import Result
 
 FOLDER = Path("comparisons")
 
@@ -31,12 +32,14 @@ def compare(arguments: ConfirmArguments | tuple[CompareArguments, dict[str, Conf
         compare_variants(*arguments)
 
 
-def compare_variants(arguments: CompareArguments, variants: dict[str, Config]) -> "list[Result]":
-    """`gptlite compare`, which gives what it found."""
+def compare_variants(
+    arguments: CompareArguments, variants: dict[str, Config]
+) -> "dict[str, Result]":
+    """`gptlite compare`, which gives the results of what it was to compare, by name."""
     # Imported here, because --help should not wait for JAX.
     from gptlite.machine.runtime import set_up_jax
     from gptlite.research.comparison import default_name
-    from gptlite.research.conduct import conduct
+    from gptlite.research.conduct import Clock, conduct
     from gptlite.research.report import records
     from gptlite.research.tune import parse_knob, tune
 
@@ -47,16 +50,19 @@ def compare_variants(arguments: CompareArguments, variants: dict[str, Config]) -
     folder = FOLDER / (arguments.name or default_name(arguments.base, base))
     with _printer(arguments.as_json) as print_line:
         with opened(folder, base.data, variants.values()) as comparison:
-            if knobs:
-                variants = tune(comparison, variants, knobs, arguments.tune_points, arguments.equal)
+            clock, equal = Clock(arguments.minutes), arguments.equal
             # A mistake in a variant is found before the first one is trained.
-            comparison.enter(variants, arguments.equal, again=arguments.again)
-            conduct(comparison, arguments.seeds, arguments.seeds_at_once, arguments.minutes)
+            variants = comparison.made_equal(variants, equal)
+            twins = {}
+            if knobs:
+                variants, twins = tune(comparison, variants, knobs, arguments.tune_points, equal)
+            comparison.enter(variants, equal, again=arguments.again, twins=twins)
+            at_once = arguments.seeds_at_once
+            conduct(comparison, arguments.seeds, at_once, clock, early=arguments.early)
             _write(folder, comparison)
-        results = comparison.results()
-        for record in records(results):
+        for record in records(comparison.results()):
             print_line(json.dumps(record))
-    return results
+    return {name: comparison.result(name) for name in comparison.names}
 
 
 def _confirm(arguments: ConfirmArguments) -> None:
@@ -69,16 +75,23 @@ def _confirm(arguments: ConfirmArguments) -> None:
     folder = FOLDER / arguments.name
     path = folder / "ledger.jsonl"
     require(path.exists(), f"There is no comparison {folder}: there is no file {path}.")
-    variant, configs = recalled(Ledger(path), arguments.variant, arguments.custom, arguments.corpus)
+    name, equal = arguments.variant, arguments.equal
+    variant, configs = recalled(Ledger(path), name, equal, arguments.custom, arguments.corpus)
     base = next(iter(configs.values()))
     set_up_jax(min(base.training.cpu_devices, arguments.seeds))
     configs = {name: loaded(config) for name, config in configs.items()}
     with _printer(arguments.as_json) as print_line:
         with opened(folder, base.data, configs.values()) as comparison:
-            comparison.enter(configs, variant.equal or "steps", again=False, known=True)
+            twins = {}
+            if variant.twin is not None:
+                _, twin, _ = configs
+                twins = {variant.name: (twin, configs.pop(twin))}
+            equal = variant.equal or "steps"
+            comparison.enter(configs, equal, again=False, twins=twins, known=True)
             seeds, at_once = arguments.seeds, arguments.seeds_at_once
             begun, confirmed = train_and_confirm(comparison, variant.name, seeds, at_once)
-        record, sentence = confirmation(comparison.names, begun, confirmed)
+        names = [comparison.names[0], variant.name]
+        record, sentence = confirmation(names, begun, confirmed)
         log(f"\n{sentence}")
         print_line(json.dumps(record))
 

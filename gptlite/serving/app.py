@@ -22,7 +22,7 @@ from gptlite.serving.page import STATIC, PageEndpoints
 # Headers that tell browsers to take only the page's own files, to make no HTML of any text, and to
 # show it in no frame.
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; form-action 'none'; frame-ancestors 'none'; base-uri 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"
 )

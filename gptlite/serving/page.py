@@ -20,7 +20,7 @@ from gptlite.config import SamplingConfig
 from gptlite.errors import UserError, require
 from gptlite.generation.text import prompt_ids, token_bytes
 from gptlite.machine.fields import MAX_INT32, Between, check_fields
-from gptlite.machine.files import folders_with, read_bounded
+from gptlite.machine.files import folders_with
 from gptlite.runs.find import RUNS_FOLDER
 from gptlite.runs.saved_config import load_config
 from gptlite.serving.api import (
@@ -52,9 +52,10 @@ from gptlite.text.tokenizer import Tokenizer, n_bytes
 FILES = Path(__file__).with_name("web")
 # Where they are served. They hold no secret, and a browser cannot send a key for them.
 STATIC = "/static"
-# Where comparisons are written, and the picture in each folder.
-COMPARISONS_FOLDER, PICTURE = Path("comparisons"), "comparison.png"
-MAX_PICTURE = 2**24
+# Where comparisons are written, and the ledger in each folder.
+COMPARISONS_FOLDER, LEDGER = Path("comparisons"), "ledger.jsonl"
+# Bytes of a ledger, and variants in it, that are shown.
+MAX_SHOWN, MAX_VARIANTS = 2**24, 1000
 # Points of a curve: about one for each column of the picture.
 MAX_POINTS = 1000
 # Tokens that are reported in place of each token.
@@ -108,7 +109,7 @@ class PageEndpoints(Endpoints):
             Route("/page/runs/{name}", self.curves),
             Route("/page/runs/{name}/config", self.config),
             Route("/page/comparisons", self.comparisons),
-            Route("/page/comparisons/{name}", self.picture),
+            Route("/page/comparisons/{name}", self.comparison),
         ]
 
     async def _find(self, name: str) -> Served:
@@ -163,19 +164,27 @@ class PageEndpoints(Endpoints):
         )
 
     async def comparisons(self, request: Request) -> Response:
-        """The names of comparisons that have a picture, the newest first."""
-        folders = folders_with(COMPARISONS_FOLDER, PICTURE)
-        folders.sort(key=lambda path: -(path / PICTURE).lstat().st_mtime)
+        """The names of comparisons, the one that was added to last first."""
+        folders = folders_with(COMPARISONS_FOLDER, LEDGER)
+        folders.sort(key=lambda path: -(path / LEDGER).lstat().st_mtime)
         return JSONResponse([path.name for path in folders])
 
-    async def picture(self, request: Request) -> Response:
-        """The picture of a comparison."""
-        path = _folder(COMPARISONS_FOLDER, request.path_params["name"], PICTURE)
-        try:
-            content = read_bounded(path / PICTURE, MAX_PICTURE)
-        except OSError as error:
-            raise ApiError(404, f"The picture cannot be read: {error}.") from error
-        return Response(content, media_type="image/png")
+    async def comparison(self, request: Request) -> Response:
+        """What the ledger of a comparison says."""
+        path = _folder(COMPARISONS_FOLDER, request.path_params["name"], LEDGER)
+
+        def work() -> Response:
+            # Imported here: it takes a second, and few ask for it.
+            from gptlite.research.ledger import Ledger
+            from gptlite.research.report import overview
+
+            with bad_request():
+                ledger = Ledger(path / LEDGER, MAX_SHOWN)
+                n = len(ledger.variants)
+                require(n <= MAX_VARIANTS, f"It has {n} variants: {MAX_VARIANTS} can be shown.")
+                return JSONResponse(overview(ledger))
+
+        return await self._off_loop("runs", work)
 
     def _form(self, served: Served, prompts: Sequence[Prompt], n: int, *, echo: bool) -> Form:
         require(len(prompts) == n == 1, f"Give one prompt and n 1, got {len(prompts)} and n {n}.")

@@ -70,12 +70,24 @@ def test_an_edit_of_anything_that_a_block_imports_is_noticed(folder):
         before = after
 
 
+def test_a_module_of_the_package_that_only_a_block_imports_is_known(folder):
+    file = folder / "lab_blocks.py"
+    file.write_text(
+        "from gptlite.family.cross_attention import CrossAttention\n" + file.read_text()
+    )
+    assert "gptlite.family.cross_attention" in code(folder)
+    assert "gptlite.family.cross_attention" not in code_of(TINY)
+
+
 def test_a_version_of_a_package_that_a_block_imports_is_noticed(folder):
     file = folder / "lab_blocks.py"
-    file.write_text("import tqdm.auto\n" + file.read_text())
+    file.write_text("import tqdm.auto\nimport yaml\n" + file.read_text())
     found = code(folder)
     assert found["tqdm"] == importlib.metadata.version("tqdm")
     assert not [name for name in found if name.startswith("tqdm.")]
+    # That is installed under another name.
+    (name,) = {name for name in found if name.lower() == "pyyaml"}
+    assert found[name] == importlib.metadata.version("pyyaml")
 
 
 def test_an_edit_of_the_package_is_noticed(tmp_path):

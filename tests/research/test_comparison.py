@@ -1,5 +1,6 @@
 """Comparisons with made-up losses: what is trained, kept, looked at, stopped and told."""
 
+import contextlib
 import csv
 import dataclasses
 import io
@@ -13,13 +14,19 @@ from conftest import TEXT, TINY, refusal
 
 from gptlite.cli import parse_compare
 from gptlite.config import Config, DataConfig, TrainingConfig
+from gptlite.custom import load_custom
 from gptlite.errors import UserError
-from gptlite.research import comparison as comparison_module, conduct as conduct_module, plots
-from gptlite.research.comparison import AGAIN, AGAIN_SEED, Comparison
-from gptlite.research.conduct import conduct
+from gptlite.research import (
+    comparison as comparison_module,
+    conduct as conduct_module,
+    plots,
+)
+from gptlite.research.comparison import AGAIN_SEED, Comparison
+from gptlite.research.conduct import Clock, conduct
 from gptlite.research.equal import Equal
 from gptlite.research.ledger import Failed, Look, Runs, Variant
 from gptlite.research.report import records, table, to_csv, words
+from gptlite.research.results import AGAIN, tolerance_of
 from gptlite.research.seeds import SeedsProgress
 from gptlite.research.statistics import LEVEL, level
 from gptlite.runs.plots import save_picture
@@ -70,12 +77,20 @@ def trained(monkeypatch):
 
 def entered(folder, configs=BOTH, equal: Equal = "steps", *, again=False, split=SPLIT):
     comparison = Comparison(folder, TOKENIZER, split)
-    comparison.enter(configs, equal, again=again)
+    comparison.enter(comparison.made_equal(configs, equal), equal, again=again)
     return comparison
 
 
 def run(comparison, name, seeds):
     return list(comparison.train(name, seeds))
+
+
+def tried(folder, configs, **options):
+    """All of them, trained from a seed."""
+    comparison = entered(folder, configs, **options)
+    for name in comparison.names:
+        run(comparison, name, comparison.missing(name, [0]) or [1])
+    return comparison
 
 
 def test_the_choice_text_is_neither_trained_on_nor_the_validation_text(monkeypatch, tmp_path):
@@ -107,10 +122,11 @@ def test_what_was_trained_is_kept(trained, tmp_path):
 
 
 def test_a_variant_gets_its_level_when_it_is_first_tried(trained, tmp_path):
-    first = entered(tmp_path, {"base": BASE, "a": with_model(n_layers=3)}, again=True)
+    first = tried(tmp_path, {"base": BASE, "a": with_model(n_layers=3)}, again=True)
     assert first.tried == 1
     three = {"base": BASE} | {str(n): with_model(n_layers=n) for n in (3, 4, 5)}
-    second = entered(tmp_path, three, again=True)
+    assert entered(tmp_path, three).tried == 1  # nothing was learnt of them
+    second = tried(tmp_path, three, again=True)
     assert second.tried == 3  # under another name, it is the same
     levels = {v.name: v.level for v in second.ledger.of(Variant)}
     assert levels == {
@@ -120,8 +136,28 @@ def test_a_variant_gets_its_level_when_it_is_first_tried(trained, tmp_path):
         "4": pytest.approx(level(1, 2)),
         "5": pytest.approx(level(1, 2)),
     }
-    before = len(second.ledger.entries)
-    assert len(entered(tmp_path, three, again=True).ledger.entries) == before
+
+
+def test_what_is_trained_alike_is_not_tried_twice(tmp_path):
+    """Fields that decide nothing, and a block that is named in two ways."""
+    idle = dataclasses.replace(BASE.training, log_every=2)
+    (tmp_path / "lab_same.py").write_text(
+        "import equinox as eqx\nclass Mine(eqx.Module):\n"
+        "    def __init__(self, config, *, key): pass\n    def __call__(self, x): return x\n"
+    )
+    names = ("lab_same.py:Mine", "./lab_same.py:Mine")
+    with contextlib.chdir(tmp_path):
+        blocks = [
+            dataclasses.replace(BASE, model=load_custom(dataclasses.replace(TINY, mlp=name)))
+            for name in names
+        ]
+    for configs, said in (
+        (BOTH | {"idle": dataclasses.replace(BASE, training=idle)}, "idle is trained just as base"),
+        (BOTH | dict(zip("ab", blocks, strict=True)), "b is trained just as a: leave it out"),
+        (BOTH | {"same": DEEPER}, "same is trained just as deeper"),
+    ):
+        with pytest.raises(UserError, match=said):
+            entered(tmp_path / "new", configs)
 
 
 def test_a_null_variant_is_not_better_because_it_is_compared_alone(trained, tmp_path):
@@ -132,7 +168,7 @@ def test_a_null_variant_is_not_better_because_it_is_compared_alone(trained, tmp_
     results = {result.name: result for result in alone.results()}
     assert list(results) == ["base", "3", "4", "5"]
     assert records([results["4"]])[0]["level"] == level(0, 3)
-    assert table(list(results.values()), alone.tried).count("better") >= 1
+    assert [words(result) for result in results.values()][1:3] == ["better", "no difference found"]
 
 
 def test_the_same_variant_of_edited_code_is_another_one(trained, tmp_path, monkeypatch):
@@ -144,6 +180,8 @@ def test_the_same_variant_of_edited_code_is_another_one(trained, tmp_path, monke
     monkeypatch.setattr(comparison_module, "code_of", lambda c: of(c) | {"gptlite.nn.mlp": "00"})
     edited = entered(tmp_path)
     assert edited.missing("base", range(2)) == [0, 1]
+    assert edited.tried == 1
+    edited = tried(tmp_path, BOTH)
     assert edited.tried == 2
     # Only those of the code as it is now are compared.
     assert [result.name for result in edited.results()] == ["base", "deeper"]
@@ -236,6 +274,10 @@ def test_a_variant_is_stopped_when_its_curve_is_behind(trained, tmp_path):
     assert stopped.evaluated_at == [4]
     assert stopped.stopped.startswith("stopped at step 4 of 8, behind the base by 0.0983 ± 0.0")
     assert comparison.missing("5", range(12)) == []
+    # Unless that is not wanted.
+    patient = entered(tmp_path / "patient", {"base": BASE, "5": with_model(n_layers=5)})
+    conduct(patient, 12, at_once=6, early=False)
+    assert words(patient.results()[1]) == "worse"
     # It is as little trained again as one that is decided.
     n = len(trained)
     conduct(entered(tmp_path, {"base": BASE, "5": with_model(n_layers=5)}), 12, at_once=6)
@@ -254,14 +296,29 @@ def test_minutes_bound_what_is_begun(trained, tmp_path, monkeypatch, capsys):
             yield progress
 
     monkeypatch.setattr(comparison_module, "fit_seeds", slow)
-    comparison = entered(tmp_path, {"base": BASE, "4": with_model(n_layers=4)})
-    with pytest.raises(UserError, match=r"2\.0 minutes here: .*--training\.steps about 6 in place"):
-        conduct(comparison, 20, at_once=5, minutes=1.5)
+    configs = {"base": BASE, "4": with_model(n_layers=4)}
+    comparison = entered(tmp_path, configs)
+    # Half a minute before the first line, which is half of the steps.
+    with pytest.raises(UserError, match=r"5 seeds of 2 variants .* 3\.0 minutes here"):
+        conduct(comparison, 20, at_once=5, clock=Clock(1.5))
+    assert comparison.tried == 0  # the variant's share is not spent
     now[0] = 0.0
-    conduct(comparison, 20, at_once=5, minutes=4.5)
+    conduct(comparison, 20, at_once=5, clock=Clock(4.5))
     assert now[0] == 240.0
     assert "no more seeds: the 4.5 minutes are used up" in capsys.readouterr().out
     assert [len(result.curves) for result in comparison.results()] == [10, 10]
+    # What has been trained costs nothing.
+    conduct(entered(tmp_path, configs), 10, at_once=5, clock=Clock(0.01))
+
+
+def test_other_numbers_of_tokens_are_said(trained, tmp_path, capsys):
+    training = dataclasses.replace(BASE.training, batch_size=6)
+    wide = dataclasses.replace(BASE, training=training)
+    comparison = entered(tmp_path, BOTH | {"wide": wide})
+    assert comparison.more_tokens() == {"wide": 1.5}
+    conduct(comparison, 2)
+    assert "wide reads 1.5 times the tokens of the base" in capsys.readouterr().out
+    assert entered(tmp_path, BOTH | {"wide": wide}, "tokens").more_tokens() == {}
 
 
 def test_equal_tokens_and_flops(trained, tmp_path):
@@ -290,11 +347,10 @@ def test_equal_time_counts_what_its_error_may_make(trained, tmp_path, monkeypatc
     # first 15, it was from 0.25 to 0.75, and anything could have been its doing.
     assert words(deeper) == "better"
     first = dataclasses.replace(base, curves={s: c for s, c in base.curves.items() if s < 6})
-    speeds = comparison._speeds
-    monkeypatch.setattr(comparison, "_speeds", lambda variant: speeds(variant)[:1])
+    del comparison.ledger.speeds[deeper.variant.variant][1:]
     variant = next(v for v in comparison.ledger.of(Variant) if v.name == "deeper")
     # The logarithm of 2, times 1 nat in the second half of the curve, which doubles the steps.
-    assert comparison._tolerance(variant, first) == pytest.approx(1.0)
+    assert tolerance_of(comparison.ledger, variant, first) == pytest.approx(1.0)
     assert words(comparison.results()[1]) == "no difference found"
 
 
@@ -317,7 +373,7 @@ def test_equal_time_needs_the_slope_of_the_curve(tmp_path):
 def test_equal_parameters(tmp_path):
     gated = with_model(mlp="swiglu", d_ff=None)
     comparison = entered(tmp_path, {"base": with_model(d_ff=None), "gated": gated}, "parameters")
-    base, variant = comparison.ledger.of(Variant)
+    base, variant = (result.variant for result in comparison.results())
     assert variant.parameters == pytest.approx(base.parameters, rel=0.01)
     assert variant.config["model"]["d_ff"] < 4 * TINY.d_model
     with pytest.raises(UserError, match=r"cannot have the [\d,]+ parameters of the base: with"):
@@ -398,7 +454,7 @@ def test_a_log_says_what_is_trained(trained, tmp_path, monkeypatch, capsys):
     output = capsys.readouterr()
     found = [json.loads(line) for line in output.out.splitlines()]
     assert [row["variant"] for row in found] == ["base (quick)", "n-layers=4"]
-    assert "no difference found" in output.err
+    assert "n-layers=4: -0.0000, too few seeds to tell" in output.err
 
 
 def test_the_command_line():

@@ -139,7 +139,8 @@ def test_a_variant_that_was_not_trained_is_not_confirmed(trained):
     command("--name one --seeds 5 --vary model.n-layers=3 --no-again", SMALL)
     path = Path("comparisons/one/ledger.jsonl")
     lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(line for line in lines[:3]))  # entered, and no more
+    end = next(i for i, line in enumerate(lines) if '"n-layers=3"' in line)
+    path.write_text("".join(lines[: end + 1]))  # entered, and no more
     with pytest.raises(UserError, match="n-layers=3 was not trained on the choice text before"):
         command("confirm one n-layers=3 --data.corpus text.txt")
     shutil.rmtree("comparisons")

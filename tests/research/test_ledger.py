@@ -2,16 +2,20 @@
 
 import json
 
+import msgspec
 import pytest
 
 from gptlite.errors import UserError
 from gptlite.research.ledger import Failed, Ledger, Look, Opened, Runs, Speed, Variant
 
 OPENED = Opened("ab" * 32, "cd" * 8, 100, 100)
+BASE = Variant("ab" * 8, "base", None, None, None, {}, {"jax": "0.10"}, 90, 500)
 VARIANT = Variant("ef" * 8, "n_layers=3", "ab" * 8, 0.02, "steps", {}, {"jax": "0.10"}, 100, 600)
+LATER = msgspec.structs.replace(VARIANT, variant="34" * 8, twin="ef" * 8)
 RUNS = Runs("ef" * 8, [0, 1], 8, [4, 8], [[2.0, 1.5], [2.0, None]], 3.0)
 ENTRIES = [
     OPENED,
+    BASE,
     VARIANT,
     Speed("ef" * 8, 8, [1.0, 1.5]),
     RUNS,
@@ -33,11 +37,11 @@ def path(tmp_path):
 def test_entries_are_read_as_they_were_written(path):
     ledger = Ledger(path)
     assert ledger.entries == ENTRIES
-    assert list(ledger.of(Runs)) == [ENTRIES[3], ENTRIES[6]]
+    assert list(ledger.of(Runs)) == [ENTRIES[4], ENTRIES[7]]
     before = path.read_bytes()
-    ledger.append(VARIANT)
+    ledger.append(LATER)
     assert path.read_bytes().startswith(before)
-    assert Ledger(path).entries == [*ENTRIES, VARIANT]
+    assert Ledger(path).entries == [*ENTRIES, LATER]
 
 
 def test_a_line_that_was_cut_off_never_was(path):
@@ -46,8 +50,8 @@ def test_a_line_that_was_cut_off_never_was(path):
     path.write_bytes(whole[:-30])
     ledger = Ledger(path)
     assert ledger.entries == ENTRIES[:-1]
-    ledger.append(VARIANT)
-    assert Ledger(path).entries == [*ENTRIES[:-1], VARIANT]
+    ledger.append(LATER)
+    assert Ledger(path).entries == [*ENTRIES[:-1], LATER]
 
 
 def test_a_line_that_was_changed_taken_out_or_moved_is_noticed(path):
@@ -58,12 +62,16 @@ def test_a_line_that_was_changed_taken_out_or_moved_is_noticed(path):
         with pytest.raises(UserError, match=rf"damaged, or was changed, at line {number}: "):
             Ledger(path)
 
-    refused([*lines[:3], lines[3].replace(b"1.5", b"1.4"), *lines[4:]], 5)
-    refused([*lines[:3], lines[3].replace(b": 3.0", b": 3.00"), *lines[4:]], 5)
-    refused([*lines[:2], *lines[3:]], 3)
+    refused([*lines[:4], lines[4].replace(b"1.5", b"1.4"), *lines[5:]], 6)
+    refused([*lines[:4], lines[4].replace(b": 3.0", b": 3.00"), *lines[5:]], 6)
+    refused([*lines[:3], *lines[4:]], 4)
     refused([lines[0], lines[2], lines[1], *lines[3:]], 2)
-    refused([*lines, lines[-1]], 8)
+    refused([*lines, lines[-1]], 9)
     refused(lines[1:], 1)
+    # A whole line without its end was not cut off when it was written.
+    path.write_bytes(b"".join(lines).rstrip(b"\n"))
+    with pytest.raises(UserError, match="its last line has no end"):
+        Ledger(path)
     path.write_bytes(b"".join(lines))
     assert Ledger(path).entries == ENTRIES
 
@@ -83,13 +91,45 @@ def test_a_line_that_was_changed_taken_out_or_moved_is_noticed(path):
         (Speed("ef" * 8, 8, [1.0]), {"ratios": [0.0]}),
     ],
 )
-def test_a_line_that_cannot_be_is_refused(tmp_path, entry, changes):
+def test_a_line_that_cannot_be_is_refused(tmp_path, entry, changes, monkeypatch):
     """Also if its checksums are right: a folder may come from a stranger."""
     path = tmp_path / "ledger.jsonl"
-    Ledger(path).append(entry)
+    with monkeypatch.context() as patched:
+        patched.setattr(Ledger, "_fits", lambda *_: True)
+        Ledger(path).append(entry)
     record = json.loads(path.read_text()) | changes
     path.write_text(json.dumps(record) + "\n")
-    with pytest.raises(UserError, match=r"ledger\.jsonl is damaged, or was changed, at line 1: "):
+    with pytest.raises(
+        UserError, match=r"ledger\.jsonl is damaged, or was changed, at line 1: (?!it does)"
+    ):
+        Ledger(path)
+
+
+@pytest.mark.parametrize(
+    ("entry", "changes"),
+    [
+        *(
+            (RUNS, {"variant": "12" * 8}),
+            (RUNS, {"seeds": [2, 3], "steps": 9, "evaluated_at": [4, 9]}),
+        ),
+        (RUNS, {"seeds": [2, 3], "evaluated_at": [2, 8]}),
+        (RUNS, {"seeds": [1, 2]}),
+        (VARIANT, {"variant": "34" * 8, "base": "12" * 8}),
+        (VARIANT, {"variant": "34" * 8, "twin": "12" * 8}),
+        (VARIANT, {}),
+        (Look("ef" * 8, 2, 0.1, 0.1, "better"), {"variant": "12" * 8}),
+    ],
+)
+def test_a_line_that_does_not_fit_the_others_is_refused(path, entry, changes, monkeypatch):
+    """What it says would be compared with what cannot be compared."""
+    wrong = msgspec.structs.replace(entry, **changes)
+    with pytest.raises(AssertionError):
+        Ledger(path).append(wrong)
+    assert Ledger(path).entries == ENTRIES
+    with monkeypatch.context() as patched:
+        patched.setattr(Ledger, "_fits", lambda *_: True)
+        Ledger(path).append(wrong)
+    with pytest.raises(UserError, match="at line 9: it does not fit the ones before"):
         Ledger(path)
 
 

@@ -156,10 +156,13 @@ def test_what_is_said():
     assert judged(variants["better"], tolerance=0.6).words == "no difference found"
     assert judged(variants["better"], tolerance=0.3).words == "better"
     assert judged(base.values()).words == "no difference found"
-    assert judged([0.5, 0.6]).words == "no difference found"
-    assert judged([]).seeds == 0
+    for few, words in (([0.5, 0.6], "too few seeds to tell"), ([], "not trained")):
+        assert judged(few).words == words
+        assert not judged(few).is_decided
     diverged = judge(base | {2: math.nan}, base, LEVEL)
     assert diverged.words == "the base diverged (1 of 5 seeds)"
+    # Not by seeds that only one of them has.
+    assert judge(base | {7: math.nan}, base | {8: math.nan}, LEVEL).words == "no difference found"
 
 
 def test_a_single_look_is_student_s_test():

@@ -1,6 +1,8 @@
 """Base and variants are tuned alike, before they are compared."""
 
+import dataclasses
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,10 +12,18 @@ from gptlite.cli import parse_comparison
 from gptlite.config import Config, TrainingConfig
 from gptlite.errors import UserError
 from gptlite.research import comparison as comparison_module
-from gptlite.research.ledger import Ledger, Tuned, Variant
+from gptlite.research.comparison import Comparison
+from gptlite.research.ledger import Confirmed, Ledger, Tuned, Variant
+from gptlite.research.report import words
+from gptlite.research.results import results_of
 from gptlite.research.seeds import SeedsProgress
+from gptlite.research.statistics import judge
 from gptlite.research.tune import SEEDS, Knob, parse_knob
+from gptlite.runs.saved_config import config_of
+from gptlite.runs.tokenizers import make_tokenizer
 from gptlite.scripts.compare import compare
+from gptlite.text.corpus import text_corpus
+from gptlite.text.tokens import split_corpus
 
 CONFIG = Config(model=TINY, training=TrainingConfig(steps=4, batch_size=4))
 SMALL = """
@@ -57,16 +67,51 @@ def test_each_gets_its_best_value_at_equal_cost(trained, capsys):
         rates = [rate for n, rate, *_ in tuned if n == layers]
         assert rates == pytest.approx([0.02 * factor for factor in factors])
     compared = [(layers, rate) for layers, rate, _, seeds in trained if seeds == [0, 1, 2, 3, 4]]
-    assert compared == [(1, 0.02), (2, pytest.approx(0.04))]
+    # And the base with the variant's value, which must be worse, too.
+    assert compared == [(1, 0.02), (1, pytest.approx(0.04)), (2, pytest.approx(0.04))]
     assert "n-layers=2: optimizer.learning_rate 0.04 is the best of 7" in capsys.readouterr().out
     ledger = Ledger(Path("comparisons/one/ledger.jsonl"))
-    rates = [v.config["optimizer"]["learning_rate"] for v in ledger.of(Variant)]
-    assert rates == [0.02, pytest.approx(0.04)]
+    base, twin, variant = ledger.of(Variant)
+    rates = [v.config["optimizer"]["learning_rate"] for v in (base, twin, variant)]
+    assert rates == [0.02, pytest.approx(0.04), pytest.approx(0.04)]
+    assert (twin.name, variant.twin) == ("base (quick), optimizer.learning_rate 0.04", twin.variant)
+    assert (twin.level, base.twin) == (None, None)
     # The same again trains nothing.
     n = len(trained)
     command("--vary model.n-layers=2 --tune optimizer.learning_rate --tune-points 7")
     assert len(trained) == n
     assert len(list(Ledger(ledger.path).of(Tuned))) == 14
+
+
+def test_a_lucky_choice_is_no_gain(trained, monkeypatch):
+    """A block without any effect, tuned on seeds that were kinder to another value."""
+    unlucky = [{1: 0.02, 2: 0.04}, {1: 0.04, 2: 0.02}]
+    for chosen in unlucky:
+
+        def fit_seeds(config, tokenizer, seeds, split, *, drawn_from=(), chosen=chosen):
+            rate, layers = config.optimizer.learning_rate, config.model.n_layers
+            off = 0.1 if abs(rate - 0.04) > 0.001 else 0.0  # for both, 0.04 is better
+            if tuple(seeds) == SEEDS:
+                off = abs(rate - chosen[layers])
+            losses = [2 + s / 10 + off + 0.001 * (s * layers % 3) for s in seeds]
+            yield SeedsProgress(config.training.steps, config.training.steps, losses, 1.0)
+
+        monkeypatch.setattr(comparison_module, "fit_seeds", fit_seeds)
+        shutil.rmtree("comparisons", ignore_errors=True)
+        command("--vary model.n-layers=2 --tune optimizer.learning_rate --tune-points 7")
+        ledger = Ledger(Path("comparisons/one/ledger.jsonl"))
+        base, *others = results_of(ledger, next(ledger.of(Variant)))
+        said = {result.variant.name: words(result) for result in others}
+        assert said.pop("n-layers=2") == "no difference found"
+        assert list(said.values()) == ["for the variants with its values"]
+        # Against the base's own value alone, it would have been one.
+        alone = judge(base.losses, others[-1].losses, 0.01).words
+        assert alone == ("better" if chosen[2] == 0.04 else "worse")
+        # So says the confirmation.
+        compare(parse_comparison(["confirm", "one", "n-layers=2", "--data.corpus", "text.txt"]))
+        (confirmed,) = Ledger(ledger.path).of(Confirmed)
+        assert confirmed.words == "no difference found"
+        assert len(confirmed.twin_losses) == 12
 
 
 def test_two_numbers_and_a_range(trained):
@@ -93,6 +138,35 @@ def test_steps_are_those_of_the_comparison(trained):
     assert {(layers, steps) for layers, _, steps, _ in trained} == {(1, 4), (2, 2)}
 
 
+def test_the_same_command_finds_what_it_tuned_at_equal_time(trained, monkeypatch):
+    """Though the machine is not as fast as before."""
+    measured = iter([[0.5] * 15, [0.5] * 15, [0.4] * 15])
+    monkeypatch.setattr(comparison_module, "speed_ratios", lambda *_: next(measured))
+    words = "--vary model.n-layers=2 --equal time --tune optimizer.learning_rate --tune-points 2"
+    command(words)
+    assert {(layers, steps) for layers, _, steps, _ in trained} == {(1, 4), (2, 2)}
+    n = len(trained)
+    command(words)
+    assert len(trained) == n
+
+
+def test_parameters_are_equal_before_they_are_tuned(trained):
+    command(
+        "--vary model.mlp=swiglu --equal parameters --tune optimizer.learning_rate --tune-points 2"
+    )
+    ledger = Ledger(Path("comparisons/one/ledger.jsonl"))
+    base, *_, variant = ledger.of(Variant)
+    assert variant.parameters == pytest.approx(base.parameters, rel=0.01)
+    # What was tuned is what is compared: with the tuned value, the same.
+    short = {"steps": 4, "eval_every": 4}
+    tuned = config_of(variant.config)
+    tuned = dataclasses.replace(tuned, training=dataclasses.replace(tuned.training, **short))
+    corpus = text_corpus(TEXT)
+    tokenizer = make_tokenizer("char", corpus)
+    comparison = Comparison(ledger.path.parent, tokenizer, split_corpus(corpus, tokenizer))
+    assert comparison.tuning_losses(tuned, SEEDS) is not None
+
+
 def test_what_diverges_is_not_chosen(trained):
     command(
         "--vary model.n-layers=2 --tune optimizer.weight_decay=0.1,10 --tune-points 4 "
@@ -102,6 +176,14 @@ def test_what_diverges_is_not_chosen(trained):
     assert all(v.config["optimizer"]["weight_decay"] < 0.5 for v in ledger.of(Variant))
     with pytest.raises(UserError, match=r"base \(quick\) diverged with all 3 values of --tune"):
         command("--vary model.n-layers=2 --tune optimizer.weight_decay=1,10 --tune-points 3")
+
+
+def test_a_value_out_of_bounds_is_found_before_anything_is_tuned(trained):
+    with pytest.raises(UserError, match=r"beta2 must be .*0\.999999, got 1\.9"):
+        command("--vary model.n-layers=2 --tune optimizer.beta2")
+    with pytest.raises(UserError, match=r"--tune chooses optimizer\.beta2: leave it out of --vary"):
+        command("--vary optimizer.beta2=0.9 --tune optimizer.beta2=0.8,0.9")
+    assert not trained
 
 
 def test_a_mistake_is_found_before_anything_is_tuned(trained):

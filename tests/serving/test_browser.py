@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TEXT, TINY, run_script, tiny_run
+from support.ledgers import HOSTILE, write_ledger
 from support.servers import NAME, TOKENIZER, served_model, serving
 
 from gptlite.inspect.attention_maps import attention_maps
@@ -658,22 +659,35 @@ def test_all_runs_are_ticked_at_once(page, address, tmp_path, folder, monkeypatc
     page.wait(lambda: ticked() == (0, 20) and curves() == "0")
 
 
-def test_the_pictures_of_a_comparison(page, address, folder, monkeypatch):
+def test_a_comparison_with_its_intervals_curves_and_ledger(page, address, folder, monkeypatch):
     place = folder / "comparisons" / "norms"
-    place.mkdir(parents=True, exist_ok=True)
-    from matplotlib.figure import Figure
-
-    figure = Figure((1, 1), dpi=60)
-    figure.savefig(place / "comparison.png")
+    write_ledger(place)
     monkeypatch.chdir(folder)
     page.open(address, "runs")
     page.wait(lambda: page.all("#comparisons summary"))
     page.click("#comparisons summary")
-    page.wait(lambda: page.run("return document.querySelector('#comparisons img')?.naturalWidth"))
-    assert page.run("return document.querySelector('#comparisons img').naturalWidth") == 60
-    page.open(address, "runs")
-    page.wait(lambda: page.all("#comparisons summary"))
-    (place / "comparison.png").unlink()
+    page.wait(lambda: page.all("#comparisons table"))
+    rows = [row.text for row in page.all("#comparisons tbody tr")]
+    assert len(rows) == 6
+    assert "better the interval of 6 differences, -0.1000" in rows[2]
+    assert rows[3].startswith(HOSTILE)  # as text
+    assert page.all("#comparisons img") == []
+    # Its interval is to the left of 0, where the base has a line.
+    line = "document.querySelectorAll('#comparisons tbody tr')[2].querySelectorAll('line')[1]"
+    right = page.run(f"return Math.max(+{line}.getAttribute('x1'), +{line}.getAttribute('x2'))")
+    assert 0 < right < 120
+    drawn = (
+        "const c = document.querySelector('#comparisons canvas');"
+        "return c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some(x => x)"
+    )
+    assert page.run(drawn)
+    assert "2 new seeds" in page.one("#comparisons").text
+    page.click("#comparisons .ledger summary")
+    entries = [entry.text for entry in page.all("#comparisons .ledger li")]
+    assert len(entries) == 19
+    assert "n-layers=99, seeds 0 to 5, failed: RuntimeError: no memory" in entries[14]
+    (place / "ledger.jsonl").unlink()
+    page.click("#comparisons summary")
     page.click("#comparisons summary")
     page.wait(lambda: "There is no 'norms'" in page.error)
 

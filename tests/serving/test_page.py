@@ -17,13 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TEXT, TINY, run_script, tiny_model, tiny_run
+from support.ledgers import HOSTILE, write_ledger
 from support.servers import NAME, TOKENIZER, served_model, serving
 
 from gptlite.errors import UserError
 from gptlite.inspect.attention_maps import attention_maps
 from gptlite.inspect.logit_lens import logit_lens
+from gptlite.research.ledger import Ledger, Variant
 from gptlite.runs.find import list_steps
-from gptlite.serving import models
+from gptlite.serving import models, page
 from gptlite.serving.look import look_inside
 from gptlite.serving.page import FILES, TokenTexts
 from gptlite.serving.text import Scored, Token
@@ -264,9 +266,9 @@ def test_bad_requests_get_a_sentence(address, path, body, status, sentence):
 
 
 def test_the_page_is_small_and_complete(address):
-    """60 kB, with no word of another host."""
+    """65 kB, with no word of another host."""
     total = sum(file.stat().st_size for file in FILES.iterdir())
-    assert total < 60_000
+    assert total < 65_000
     for file in FILES.iterdir():
         path = "/" if file.name == "index.html" else f"/static/{file.name}"
         status, content, headers = answer(address, path)
@@ -296,8 +298,7 @@ def fixture_folder(tmp_path_factory):
     for run, layers in (("one", 1), ("two", 2)):
         words = [*tiny_run(model__n_layers=layers), "--run", run]
         assert run_script("train.py", *words, folder=folder).code == 0
-    (folder / "comparisons" / "norms").mkdir(parents=True)
-    (folder / "comparisons" / "norms" / "comparison.png").write_bytes(b"\x89PNG")
+    write_ledger(folder / "comparisons" / "norms")
     return folder
 
 
@@ -376,20 +377,67 @@ def test_a_run_is_loaded_again_when_it_has_new_best_weights_and_not_before(
         assert "has no weights yet" in content["error"]["message"]
 
 
-def test_the_pictures_of_comparisons(address, folder, monkeypatch, tmp_path):
+def test_a_comparison_is_what_its_ledger_says(address, folder, monkeypatch):
     monkeypatch.chdir(folder)
     assert answer(address, "/page/comparisons")[1] == ["norms"]
-    status, content, headers = answer(address, "/page/comparisons/norms")
-    assert (status, content, headers["Content-Type"]) == (200, b"\x89PNG", "image/png")
+    status, found, _ = answer(address, "/page/comparisons/norms")
+    assert status == 200
+    (rows,) = found["groups"]
+    assert [(row["variant"], row["verdict"], row["seeds"]) for row in rows] == [
+        ("base", "", 6),
+        ("base again", "chance alone", 6),
+        ("norm=layer (equal time)", "better", 6),
+        (HOSTILE, "no difference found", 6),
+        ("n-layers=9", "stopped at step 4 of 8, behind the base by 0.1000 ± 0.0200", 0),
+        ("n-layers=99", "not trained", 0),
+    ]
+    assert rows[2]["evaluated_at"] == [4, 8]
+    assert len(rows[2]["curves"]) == 6
+    assert rows[2]["difference"] + rows[2]["difference_margin"] < 0
+    assert rows[2]["reason"].endswith("at the level 0.01, is beyond 0")
+    assert "is not beyond 0; from 0.0" in rows[3]["reason"]
+    assert rows[5]["reason"] == ""
+    assert found["confirmed"] == [
+        f"{HOSTILE}: begun with seed 300000, and not finished",
+        "norm=layer against base on the validation text, 2 new seeds: the base diverged "
+        "(Student's paired t-test, once, at the level 0.01; 4 variants had been tried).",
+    ]
+    words = [line["words"] for line in found["ledger"]]
+    assert len(words) == 19
+    assert words[0] == "opened: 100 tokens to choose by, 120 to confirm"
+    assert "base, seeds 0 to 5, 8 steps: 2.0000 2.1020" in words[8]
+    assert "n-layers=99, seeds 0 to 5, failed: RuntimeError: no memory" in words
+
+
+def test_a_comparison_that_cannot_be_shown(address, folder, monkeypatch):
+    monkeypatch.chdir(folder)
     assert answer(address, "/page/comparisons/none")[0] == 404
     unnamed = folder / "comparisons" / os.fsdecode(b"\xfe")
     unnamed.mkdir()
-    (unnamed / "comparison.png").write_bytes(b"")
+    (unnamed / "ledger.jsonl").write_bytes(b"")
     assert answer(address, "/page/comparisons")[:2] == (200, ["norms"])
     linked = folder / "comparisons" / "linked"
     linked.mkdir()
-    (linked / "comparison.png").symlink_to(folder / "text.txt")
-    assert answer(address, "/page/comparisons/linked")[0] == 404
+    (linked / "ledger.jsonl").symlink_to(folder / "text.txt")
+    damaged = folder / "comparisons" / "damaged"
+    damaged.mkdir()
+    (damaged / "ledger.jsonl").write_text("{}\n")
+    large = Ledger(folder / "comparisons" / "large" / "ledger.jsonl")
+    monkeypatch.setattr(page, "MAX_VARIANTS", 1)
+    for key in ("00", "11"):
+        large.append(Variant(key * 8, "base", None, None, None, {}, {}, 1, 1))
+    for name, said in (
+        ("linked", "cannot be read: it is a link"),
+        ("damaged", "is damaged, or was changed, at line 1"),
+        ("large", "It has 2 variants: 1 can be shown."),
+    ):
+        status, content, _ = answer(address, f"/page/comparisons/{name}")
+        assert status == 400
+        assert said in content["error"]["message"]
+    monkeypatch.setattr(page, "MAX_SHOWN", 1000)
+    assert "and at most 1,000 are" in str(answer(address, "/page/comparisons/norms")[1])
+    for name in ("linked", "damaged", "large"):
+        shutil.rmtree(folder / "comparisons" / name)
 
 
 def test_the_inside_of_a_model_that_is_not_a_number_can_be_seen():

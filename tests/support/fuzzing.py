@@ -658,10 +658,10 @@ def of_comparison(chance: random.Random, folder: Path) -> tuple[str, str, list[s
     if chance.random() < 0.5:
         path = chance.choice(sorted(kept.glob("*.*")))
         what = damage(chance, path, folder / "runs" / "one" / "config.json")
-        place = "*.json" if path.suffix == ".json" else path.name
-        return f"compare {place} {what}", "compare", COMPARE
+        return f"compare {path.name} {what}", "compare", COMPARE
     argv, word = [*COMPARE, "--name=more"], chance.choice([*SMALL_WORDS, *PLAUSIBLE * 3])
-    names = [*config_options(), "seeds", "seeds-at-once", "equal", "name", "base", "vary"]
+    names = [*config_options(), "seeds", "seeds-at-once", "equal", "name", "base", "vary", "tune"]
+    names += ["tune-points", "minutes"]
     if chance.random() < 0.5:
         return "compare options", "compare", [*argv, f"--{chance.choice(names)}={word}"]
     field = chance.choice(config_options())

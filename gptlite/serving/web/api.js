@@ -66,7 +66,6 @@ const posted = (body, signal) => ({
 
 export const get = async (path) => (await request(path)).json();
 
-export const blob = async (path) => (await request(path)).blob();
 
 export const post = async (path, body, signal) => (await request(path, posted(body, signal))).json();
 

@@ -2,6 +2,7 @@
 
 import * as api from "./api.js";
 import { draw } from "./chart.js";
+import { showComparisons } from "./comparisons.js";
 import { $, el, showError, visible } from "./dom.js";
 
 const EVERY_MS = 2000;
@@ -261,28 +262,4 @@ async function continueBoth() {
     }),
   );
   if (!signal.aborted) $("live").textContent = "Both texts are complete.";
-}
-
-// -- comparisons --------------------------------------------------------------------------------
-
-let known = "";
-
-async function showComparisons() {
-  const names = await api.get("page/comparisons");
-  if (names.join("\n") === known) return;
-  known = names.join("\n");
-  $("comparisons").hidden = !names.length;
-  $("comparisons").querySelector("div").replaceChildren(
-    ...names.map((name) => {
-      const details = el("details", {}, el("summary", {}, visible(name)));
-      details.addEventListener("toggle", async () => {
-        if (details.dataset.asked) return;
-        details.dataset.asked = "yes";
-        const picture = await api.blob(`page/comparisons/${encodeURIComponent(name)}`).catch(showError);
-        if (!picture) delete details.dataset.asked;
-        else details.append(el("img", { alt: `The losses of the variants of ${name}`, src: URL.createObjectURL(picture) }));
-      });
-      return details;
-    }),
-  );
 }
