@@ -660,8 +660,8 @@ def test_all_runs_are_ticked_at_once(page, address, tmp_path, folder, monkeypatc
 
 
 def test_a_comparison_with_its_intervals_curves_and_ledger(page, address, folder, monkeypatch):
-    place = folder / "comparisons" / "norms"
-    write_ledger(place)
+    kept = folder / "comparisons" / "norms"
+    write_ledger(kept)
     monkeypatch.chdir(folder)
     page.open(address, "runs")
     page.wait(lambda: page.all("#comparisons summary"))
@@ -672,10 +672,14 @@ def test_a_comparison_with_its_intervals_curves_and_ledger(page, address, folder
     assert "better the interval of 6 differences, -0.1000" in rows[2]
     assert rows[3].startswith(HOSTILE)  # as text
     assert page.all("#comparisons img") == []
-    # Its interval is to the left of 0, where the base has a line.
-    line = "document.querySelectorAll('#comparisons tbody tr')[2].querySelectorAll('line')[1]"
-    right = page.run(f"return Math.max(+{line}.getAttribute('x1'), +{line}.getAttribute('x2'))")
-    assert 0 < right < 120
+    # Its interval is to the left of 0, the middle.
+    place = "document.querySelectorAll('#comparisons tbody tr')[2].querySelector('.interval')"
+    middle, right = page.run(
+        f"const whole = {place}.getBoundingClientRect();"
+        f"const bar = {place}.firstChild.getBoundingClientRect();"
+        "return [whole.left + whole.width / 2, bar.right]"
+    )
+    assert right < middle
     drawn = (
         "const c = document.querySelector('#comparisons canvas');"
         "return c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some(x => x)"
@@ -686,7 +690,7 @@ def test_a_comparison_with_its_intervals_curves_and_ledger(page, address, folder
     entries = [entry.text for entry in page.all("#comparisons .ledger li")]
     assert len(entries) == 19
     assert "n-layers=99, seeds 0 to 5, failed: RuntimeError: no memory" in entries[14]
-    (place / "ledger.jsonl").unlink()
+    (kept / "ledger.jsonl").unlink()
     page.click("#comparisons summary")
     page.click("#comparisons summary")
     page.wait(lambda: "There is no 'norms'" in page.error)

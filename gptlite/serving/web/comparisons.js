@@ -4,11 +4,7 @@ import * as api from "./api.js";
 import { draw } from "./chart.js";
 import { $, el, showError, visible } from "./dom.js";
 
-const SVG = "http://www.w3.org/2000/svg";
 const COLORS = 8;
-const WIDTH = 240; // of the picture of an interval
-const HEIGHT = 18;
-
 const shown = new Map(); // by name
 
 export async function showComparisons() {
@@ -101,21 +97,12 @@ function line(row, place, most) {
 
 /** The interval of a difference beside 0, better to the left. The figures stand beside it. */
 function interval({ difference, difference_margin }, place, most) {
-  const x = (value) => WIDTH / 2 + (value / most) * (WIDTH / 2 - 4);
-  const picture = made("svg", { width: WIDTH, height: HEIGHT, viewBox: `0 0 ${WIDTH} ${HEIGHT}`, "aria-hidden": "true" });
-  const middle = HEIGHT / 2;
-  const stroke = color(place);
-  picture.append(made("line", { x1: WIDTH / 2, x2: WIDTH / 2, y1: 0, y2: HEIGHT, stroke: color(0) }));
-  if (difference_margin !== null) {
-    const [x1, x2] = [difference - difference_margin, difference + difference_margin].map(x);
-    picture.append(made("line", { x1, x2, y1: middle, y2: middle, stroke, "stroke-width": 3 }));
-  }
-  picture.append(made("circle", { cx: x(difference), cy: middle, r: 4, fill: stroke }));
-  return picture;
-}
-
-function made(tag, attributes) {
-  const element = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  return element;
+  const x = (value) => 50 + 48 * (value / most); // per cent
+  const margin = difference_margin ?? 0;
+  const [bar, dot] = [el("span"), el("i")];
+  bar.style.left = `${x(difference - margin)}%`;
+  bar.style.right = `${100 - x(difference + margin)}%`;
+  dot.style.left = `${x(difference)}%`;
+  for (const part of [bar, dot]) part.style.background = color(place);
+  return el("span", { className: "interval", "aria-hidden": "true" }, bar, dot);
 }
