@@ -107,7 +107,7 @@ RULES: dict[str, str | None] = {
     "python examples/reverse.py": "--steps 2",
     "python examples/": "--steps 2 --corpus words.txt",
     # It ends with 1 where no difference was found.
-    "python -m gptlite.research.lab try": f"{TRAIN} --seeds 2 --no-again || [ $? = 1 ]",
+    "python -m gptlite.research.lab try": f"{TRAIN} --seeds 4 --no-again || [ $? = 1 ]",
     "python train.py": TRAIN,
     "python sample.py": "--max-new-tokens 5",
     "python compare.py": f"{TRAIN} --seeds 2 --no-again",
