@@ -70,6 +70,7 @@ RULES: dict[str, str | None] = {
     "gptlite train": TRAIN,
     "gptlite sample": "--max-new-tokens 5",
     "echo -n": "",
+    "gptlite compare --name noise": f"{TRAIN} --seeds 4",
     "gptlite compare confirm": "--data.corpus text.txt --seeds 2",
     "gptlite compare --vary model.separate-documents": f"{SMALL} --seeds 2 --no-again",
     "gptlite compare": f"{TRAIN} --seeds 2 --no-again",
