@@ -152,13 +152,12 @@ class Comparison:
         if again:
             entered[AGAIN] = (self._described(AGAIN, base, first, "steps"), base)
         for name, config in others:
-            variant = self._described(name, config, first, equal)
+            twin = None
             if name in twins:
-                twin_name, twin = twins[name]
-                entered[twin_name] = (self._described(twin_name, twin, first, "steps"), twin)
-                of_twin = entered[twin_name][0].variant
-                variant = msgspec.structs.replace(variant, twin=of_twin)
-            entered[name] = (variant, config)
+                twin_name, of_twin = twins[name]
+                twin = self._described(twin_name, of_twin, first, "steps")
+                entered[twin_name] = (twin, of_twin)
+            entered[name] = (self._described(name, config, first, equal, twin), config)
         self._require_different(configs)
         ledger = self.ledger.variants
         if known and (new := [v for v, _ in entered.values() if v.variant not in ledger]):
@@ -445,7 +444,12 @@ class Comparison:
         return max(seeds - seeds % jax.device_count(), 1)
 
     def _described(
-        self, name: str, config: Config, base: Variant | None, equal: Equal | None
+        self,
+        name: str,
+        config: Config,
+        base: Variant | None,
+        equal: Equal | None,
+        twin: Variant | None = None,
     ) -> Variant:
         """The entry of a variant, without its level."""
         model = abstract_model(config.model, self._tokenizer)
@@ -455,7 +459,8 @@ class Comparison:
         training = config.training
         Batches(self._split.train, training.batch_size, config.model.context_length, 0)
         common, code = None if base is None else equal, code_of(config.model)
-        of = [_settings(config), code, base and base.variant, common, name == AGAIN]
+        beside = [base and base.variant, twin and twin.variant]
+        of = [_settings(config), code, *beside, common, name == AGAIN]
         return Variant(
             variant=_checksum(of),
             name=name,
@@ -466,6 +471,7 @@ class Comparison:
             code=code,
             parameters=count_parameters(model),
             operations_per_token=operations_per_token(model, trained),
+            twin=twin and twin.variant,
         )
 
     def _parameters(self, config: Config) -> int:
