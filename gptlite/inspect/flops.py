@@ -17,8 +17,9 @@ from gptlite.machine.pytrees import Trainable, is_array
 def flops_per_token(model: Any, trained: Trainable = is_array) -> tuple[int, int]:
     """FLOPs per token at the full context: forward, and training (forward and backward). Counts
     two per multiply-add of every matrix product and convolution, of causal attention those of the
-    blocks that `attend` computes, and 5 n log2(n) for a Fourier transform of length n. For an
-    encoder-decoder: per token of the target, with a source of the same length.
+    blocks that `attend` computes, and 5 n log2(n) for a Fourier transform of length n. Of a loop
+    of unknown length (`jax.lax.while_loop`), one round counts. For an encoder-decoder: per token of
+    the target, with a source of the same length.
 
     `trained`: the parameters that have a gradient. Default: all.
     """
@@ -63,6 +64,15 @@ def _products(equation: Any) -> int:
     if name == "dot_general":
         (contracted, _), _ = parameters["dimension_numbers"]
         return 2 * math.prod(left.shape[axis] for axis in contracted) * out.size
+    if name in ("ragged_dot", "ragged_dot_general"):
+        numbers = parameters["ragged_dot_dimension_numbers"]
+        (contracted, _), _ = numbers.dot_dimension_numbers
+        # Each row is in one group: it takes one matrix, or is summed into one.
+        is_summed = numbers.lhs_ragged_dimensions[0] in contracted
+        groups = equation.invars[2].aval.shape[-1] if is_summed else 1
+        return 2 * math.prod(left.shape[axis] for axis in contracted) * out.size // groups
+    if name == "triangular_solve":
+        return out.size * left.shape[-1]
     if name == "conv_general_dilated":
         kernel = equation.invars[1].aval.shape
         of_kernel = parameters["dimension_numbers"].rhs_spec  # output features, input features, ...

@@ -61,6 +61,27 @@ def test_the_kernel_and_the_groups_of_a_convolution_count():
     assert flops_per_token(model(convolution, 3, 1, 8))[0] == 2 * 3 * 8
 
 
+def test_rows_that_take_different_matrices_cost_as_much_as_with_one():
+    def experts(w, x):
+        return jax.lax.ragged_dot(x, w, jnp.array([14, 30, 20]))
+
+    def one(w, x):
+        return x @ w[0]
+
+    first, second = model(one, 3, 8, 5), model(experts, 3, 8, 5)
+    assert flops_per_token(second) == flops_per_token(first)
+    # Neither is a product with the transposed, nor the sum over the rows of each.
+    assert flops_per_token(second)[1] == flops_per_token(first)[1] > 2 * 8 * 5
+
+
+def test_a_triangular_system_is_not_free():
+    def solved(w, x):
+        return jax.lax.linalg.triangular_solve(w, x[:8], left_side=True, lower=True)
+
+    # 8 x 8 for each of 8 columns, for 64 tokens.
+    assert flops_per_token(model(solved, 8, 8))[0] == 8 * 8 * 8 // 64
+
+
 def test_a_fourier_transform_is_not_free():
     def mixed(w, x):
         return jnp.fft.fft(x + w, axis=0).real
