@@ -48,6 +48,11 @@ class Opened(Entry, tag="opened", frozen=True):
     validation_tokens: Steps
 
 
+def _require_plain(*texts: str) -> None:
+    if any(CONTROL.search(text) for text in texts):
+        raise ValueError("a text in it has control characters")
+
+
 class Variant(Entry, tag="variant", frozen=True):
     """A variant, with one config and one version of the code, before anything of it is trained."""
 
@@ -71,8 +76,7 @@ class Variant(Entry, tag="variant", frozen=True):
     better must be better than both."""
 
     def __post_init__(self):
-        if CONTROL.search(self.name):
-            raise ValueError("its name has control characters")
+        _require_plain(self.name)
 
 
 class Runs(Entry, tag="runs", frozen=True):
@@ -91,6 +95,7 @@ class Runs(Entry, tag="runs", frozen=True):
     """Why it ended before its last step, if it did."""
 
     def __post_init__(self):
+        _require_plain(self.stopped)
         in_order = [0, *sorted(set(self.evaluated_at))]
         if [0, *self.evaluated_at] != in_order or in_order[-1] > self.steps:
             raise ValueError("its evaluated_at is wrong")
@@ -116,6 +121,9 @@ class Tuned(Entry, tag="tuned", frozen=True):
     losses: list[Loss]
     """Of each seed, on the choice text."""
 
+    def __post_init__(self):
+        _require_plain(self.name, *self.values)
+
 
 class Speed(Entry, tag="speed", frozen=True):
     """How fast a variant is, measured before seeds of it are trained for as long as the base is."""
@@ -123,7 +131,9 @@ class Speed(Entry, tag="speed", frozen=True):
     variant: Checksum
     steps: Steps
     """That it is trained for in that time."""
-    ratios: list[Annotated[float, msgspec.Meta(gt=0, le=MAX_NUMBER)]]
+    ratios: Annotated[
+        list[Annotated[float, msgspec.Meta(gt=0, le=MAX_NUMBER)]], msgspec.Meta(min_length=1)
+    ]
     """The base's seconds per step over the variant's, measured one after the other."""
 
 
@@ -134,6 +144,9 @@ class Failed(Entry, tag="failed", frozen=True):
     seeds: list[Natural]
     reason: str
 
+    def __post_init__(self):
+        _require_plain(self.reason)
+
 
 class Look(Entry, tag="look", frozen=True):
     """The verdict on the choice text, after so many seeds."""
@@ -143,6 +156,9 @@ class Look(Entry, tag="look", frozen=True):
     difference: Number | None
     margin: NotNegative | None
     words: str
+
+    def __post_init__(self):
+        _require_plain(self.words)
 
 
 class Confirming(Entry, tag="confirming", frozen=True):
@@ -169,6 +185,9 @@ class Confirmed(Entry, tag="confirmed", frozen=True):
     difference: Number | None
     margin: NotNegative | None
     words: str
+
+    def __post_init__(self):
+        _require_plain(self.words)
 
 
 Kind = Opened | Tuned | Variant | Speed | Runs | Failed | Look | Confirming | Confirmed
@@ -219,13 +238,23 @@ class Ledger:
 
     def _fits(self, entry: Kind) -> bool:
         """Whether runs, and what else is of a variant, are of one that was entered, and have its
-        steps and the evaluations of its other runs."""
+        steps and the evaluations of its other runs; and whether a variant has a base that is one,
+        and a twin that is not judged."""
         if isinstance(entry, Opened | Tuned | Failed):  # a variant that is tuned is not entered
             return True
         if isinstance(entry, Variant):
             is_new = entry.variant not in self.variants
-            known = (None, *self.variants)
-            return is_new and entry.base in known and entry.twin in known
+            if entry.base is None:
+                return is_new and (entry.level, entry.equal, entry.twin) == (None, None, None)
+            base, twin = self.variants.get(entry.base), self.variants.get(str(entry.twin))
+            is_right = base is not None and base.base is None and entry.equal is not None
+            if entry.twin is None:
+                return is_new and is_right
+            is_right &= twin is not None and (twin.base, twin.level) == (entry.base, None)
+            return is_new and is_right and entry.level is not None
+        if isinstance(entry, Look | Confirming | Confirmed):
+            known = self.variants.get(entry.variant)
+            return known is not None and known.base is not None
         if not isinstance(entry, Runs):
             return entry.variant in self.variants
         before = self.runs[entry.variant]

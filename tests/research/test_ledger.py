@@ -6,13 +6,25 @@ import msgspec
 import pytest
 
 from gptlite.errors import UserError
-from gptlite.research.ledger import Failed, Ledger, Look, Opened, Runs, Speed, Variant
+from gptlite.research.ledger import (
+    Confirming,
+    Failed,
+    Ledger,
+    Look,
+    Opened,
+    Runs,
+    Speed,
+    Tuned,
+    Variant,
+)
 
 OPENED = Opened("ab" * 32, "cd" * 8, 100, 100)
 BASE = Variant("ab" * 8, "base", None, None, None, {}, {"jax": "0.10"}, 90, 500)
 VARIANT = Variant("ef" * 8, "n_layers=3", "ab" * 8, 0.02, "steps", {}, {"jax": "0.10"}, 100, 600)
-LATER = msgspec.structs.replace(VARIANT, variant="34" * 8, twin="ef" * 8)
+TWIN = msgspec.structs.replace(VARIANT, variant="56" * 8, level=None)
+LATER = msgspec.structs.replace(VARIANT, variant="34" * 8, twin="56" * 8)
 RUNS = Runs("ef" * 8, [0, 1], 8, [4, 8], [[2.0, 1.5], [2.0, None]], 3.0)
+LOOK = Look("ef" * 8, 2, -0.1, None, "no difference found")
 ENTRIES = [
     OPENED,
     BASE,
@@ -20,7 +32,8 @@ ENTRIES = [
     Speed("ef" * 8, 8, [1.0, 1.5]),
     RUNS,
     Failed("ef" * 8, [2], "XlaRuntimeError: no memory"),
-    Look("ef" * 8, 2, -0.1, None, "no difference found"),
+    LOOK,
+    TWIN,
     Runs("ef" * 8, [2], 8, [4], [[2.0]], 1.0, "stopped at step 4 of 8"),
 ]
 
@@ -37,7 +50,7 @@ def path(tmp_path):
 def test_entries_are_read_as_they_were_written(path):
     ledger = Ledger(path)
     assert ledger.entries == ENTRIES
-    assert list(ledger.of(Runs)) == [ENTRIES[4], ENTRIES[7]]
+    assert list(ledger.of(Runs)) == [ENTRIES[4], ENTRIES[8]]
     before = path.read_bytes()
     ledger.append(LATER)
     assert path.read_bytes().startswith(before)
@@ -66,7 +79,7 @@ def test_a_line_that_was_changed_taken_out_or_moved_is_noticed(path):
     refused([*lines[:4], lines[4].replace(b": 3.0", b": 3.00"), *lines[5:]], 6)
     refused([*lines[:3], *lines[4:]], 4)
     refused([lines[0], lines[2], lines[1], *lines[3:]], 2)
-    refused([*lines, lines[-1]], 9)
+    refused([*lines, lines[-1]], 10)
     refused(lines[1:], 1)
     # A whole line without its end was not cut off when it was written.
     path.write_bytes(b"".join(lines).rstrip(b"\n"))
@@ -88,7 +101,11 @@ def test_a_line_that_was_changed_taken_out_or_moved_is_noticed(path):
         *((VARIANT, {"level": x}) for x in (0.0, 1.0, "a")),
         *((VARIANT, {"variant": x}) for x in ("", "../../etc", 4)),
         (VARIANT, {"name": "a\x1b[2J"}),
-        (Speed("ef" * 8, 8, [1.0]), {"ratios": [0.0]}),
+        *((Speed("ef" * 8, 8, [1.0]), {"ratios": x}) for x in ([], [0.0])),
+        (RUNS, {"stopped": "\x1b[2J"}),
+        (Failed("ef" * 8, [2], "no memory"), {"reason": "a\nb"}),
+        (Look("ef" * 8, 2, 0.1, 0.1, "better"), {"words": "\x9b2J"}),
+        (Tuned("ef" * 8, "ab" * 8, "base", {"a.b": 1.0}, [9], 8, [2.0]), {"values": {"\r": 1.0}}),
     ],
 )
 def test_a_line_that_cannot_be_is_refused(tmp_path, entry, changes, monkeypatch):
@@ -117,7 +134,16 @@ def test_a_line_that_cannot_be_is_refused(tmp_path, entry, changes, monkeypatch)
         (VARIANT, {"variant": "34" * 8, "base": "12" * 8}),
         (VARIANT, {"variant": "34" * 8, "twin": "12" * 8}),
         (VARIANT, {}),
-        (Look("ef" * 8, 2, 0.1, 0.1, "better"), {"variant": "12" * 8}),
+        # A base is nobody's variant, and is not judged.
+        (BASE, {"variant": "34" * 8, "level": 0.02}),
+        (BASE, {"variant": "34" * 8, "twin": "56" * 8}),
+        (VARIANT, {"variant": "34" * 8, "base": "ef" * 8}),
+        (VARIANT, {"variant": "34" * 8, "equal": None}),
+        # A twin is a base, too, and not that itself.
+        *((LATER, {"twin": x}) for x in ("ab" * 8, "ef" * 8)),
+        (LATER, {"level": None}),
+        *((LOOK, {"variant": x}) for x in ("12" * 8, "ab" * 8)),
+        (Confirming("ef" * 8, [300_000], 0.02, 1), {"variant": "ab" * 8}),
     ],
 )
 def test_a_line_that_does_not_fit_the_others_is_refused(path, entry, changes, monkeypatch):
@@ -129,7 +155,7 @@ def test_a_line_that_does_not_fit_the_others_is_refused(path, entry, changes, mo
     with monkeypatch.context() as patched:
         patched.setattr(Ledger, "_fits", lambda *_: True)
         Ledger(path).append(wrong)
-    with pytest.raises(UserError, match="at line 9: it does not fit the ones before"):
+    with pytest.raises(UserError, match="at line 10: it does not fit the ones before"):
         Ledger(path)
 
 
