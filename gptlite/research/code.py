@@ -25,12 +25,19 @@ def code_of(config: ModelConfig) -> dict[str, str]:
 
     Modules are found by the `import` lines. Those that are imported otherwise (as `gptlite.NAME`,
     too, if training itself does not import it), and what a module reads from files, are not seen.
+    Their files are read once, at the first call, which so must follow the import: an edit while the
+    program runs changes nothing in it.
     """
     code = {name: importlib.metadata.version(name) for name in PACKAGES} | _ours()
     for name, source in custom_sources(config).items():
         stem = name.removesuffix(".py")
         code |= _imported(stem, Path(str(sys.modules[stem].__file__)), source, _ours().keys())
     return code
+
+
+@functools.cache
+def _read(file: Path) -> bytes:
+    return file.read_bytes()
 
 
 @functools.cache
@@ -62,7 +69,7 @@ def _imported(
             if top != "gptlite" and {"site-packages", "dist-packages"} & set(origin.parts):
                 found |= _version(top)
             else:
-                pending.append((name, origin, origin.read_bytes()))
+                pending.append((name, origin, _read(origin)))
     return found
 
 
