@@ -299,11 +299,15 @@ class CompareArguments:
     does."""
 
     name: str | None = None
-    """The folder in comparisons/. Default: made from the base and its settings."""
+    """The folder in comparisons/. Default: one for each preset and text."""
 
     custom: CustomFiles = ()
     """A file with custom blocks, which may be executed; may be given several times. Its classes may
     then be named alone, as in --vary model.mlp=relu2,SineMLP."""
+
+    check_blocks: bool = True
+    """Whether custom blocks are checked before a new variant is trained: their parameters and
+    shapes, and that no output depends on a later input."""
 
     early: bool = True
     """Whether a variant is stopped in the second half of its training when it is behind the base.
@@ -340,10 +344,7 @@ class ConfirmArguments:
     """The comparison: a folder in comparisons/."""
 
     variant: Annotated[str, tyro.conf.Positional]
-    """The variant, as its table names it."""
-
-    equal: Literal["any", "steps", "tokens", "flops", "parameters", "time"] = "any"
-    """What it has in common with the base, if it was tried with several."""
+    """The variant, as its table names it; or its checksum, if it was tried in several ways."""
 
     seeds: Annotated[int, Between(2, 1_000)] = 12
     """Seeds of base and variant."""
@@ -644,6 +645,11 @@ def parse_compare(argv: Sequence[str]) -> tuple[CompareArguments, dict[str, Conf
     )
     base_config = with_custom(arguments.config, arguments.custom)
     variants = {f"base ({arguments.base})": base_config}
+    knobs = [_field_name(knob) for knob in arguments.tune]
+    require(
+        len(set(knobs)) == len(knobs) <= 2,
+        f"--tune chooses one number, or two together, got {', '.join(knobs)}.",
+    )
     for vary in arguments.vary:
         field_name, equals, values = vary.partition("=")
         is_complete = bool(equals and values)
@@ -651,7 +657,7 @@ def parse_compare(argv: Sequence[str]) -> tuple[CompareArguments, dict[str, Conf
         for value in values.split(","):
             settings = re.split(r"\+(?=\w+\.[\w-]+=)", f"{field_name}={value}")
             names = [_field_name(setting) for setting in settings]
-            tuned = {_field_name(knob) for knob in arguments.tune} & set(names)
+            tuned = set(knobs) & set(names)
             require(not tuned, f"--tune chooses {', '.join(tuned)}: leave it out of --vary.")
             chosen = CHOSEN.get(arguments.equal)
             require(

@@ -25,13 +25,14 @@ import jax
 import msgspec
 import numpy as np
 
-from gptlite.config import Config, TrainingConfig
+from gptlite.config import Config, ModelConfig, TrainingConfig
 from gptlite.errors import UserError, require
 from gptlite.inspect.flops import operations_per_token
 from gptlite.inspect.summary import activation_bytes
 from gptlite.machine.fields import settled
 from gptlite.machine.memory import free_memory
 from gptlite.machine.names import CUSTOM_FIELDS
+from gptlite.machine.printed import printable
 from gptlite.machine.pytrees import count_parameters
 from gptlite.research.code import code_of
 from gptlite.research.equal import Equal, steps_of, tokens_per_step, with_parameters
@@ -107,9 +108,20 @@ class Comparison:
         self._equal: Equal = "steps"
 
     @property
+    def choice_tokens(self) -> int:
+        """The tokens of the choice text."""
+        return len(self._split.validation)
+
+    @property
     def tried(self) -> int:
         """The variants that were ever tried in this folder."""
         return sum(variant.level is not None for variant in self.ledger.variants.values())
+
+    def knows(self, model: ModelConfig) -> bool:
+        """Whether a variant with this model was tried before, by the code as it is now."""
+        fields, code = json.loads(json.dumps(dataclasses.asdict(model))), code_of(model)
+        variants = self.ledger.variants.values()
+        return any(v.config.get("model") == fields and v.code == code for v in variants)
 
     @property
     def judged(self) -> list[str]:
@@ -155,7 +167,7 @@ class Comparison:
             twin = None
             if name in twins:
                 twin_name, of_twin = twins[name]
-                twin = self._described(twin_name, of_twin, first, "steps")
+                twin = self._described(twin_name, of_twin, first, "steps", is_twin=True)
                 entered[twin_name] = (twin, of_twin)
             entered[name] = (self._described(name, config, first, equal, twin), config)
         self._require_different(configs)
@@ -165,6 +177,7 @@ class Comparison:
         judged = [entered[name][0] for name, _ in others]
         judged = [v.variant for v in judged if v.variant not in ledger]
         share = level(self.tried, len(judged)) if judged else None
+        self._entered = {}
         for name, (variant, config) in entered.items():
             if variant.variant in judged:
                 variant = msgspec.structs.replace(variant, level=share)
@@ -211,24 +224,21 @@ class Comparison:
     def missing(self, name: str, seeds: Sequence[int], early: bool = True) -> list[int]:
         """Those of `seeds` that have not been trained. With `early`, none of a variant that was
         stopped."""
-        runs = self.ledger.runs[self._entered[name][0].variant]
-        if early and any(run.stopped for run in runs):
+        if early and self.result(name).is_stopped:
             return []
+        runs = self.ledger.runs[self._entered[name][0].variant]
         trained = {seed for run in runs for seed in run.seeds if not run.stopped}
         return [seed for seed in seeds if seed not in trained]
 
     def train(self, name: str, seeds: Sequence[int], early: bool = True) -> Iterator[SeedsProgress]:
         """Train a variant from `seeds`, at the same time, and keep what it gives. With `early`, it
-        is stopped when its curve is behind that of the base.
+        is stopped when its curve is behind that of the base. It counts as tried from its first
+        evaluation on, or when it fails.
 
         **Raises:** `UserError` if the ledger cannot be written.
         """
         variant, config = self._entered[name]
-        twin = next((v for v, _ in self._entered.values() if v.variant == variant.twin), None)
-        for new in (self._base, twin, variant):
-            if new is not None and new.variant not in self.ledger.variants:
-                self.ledger.append(new)
-        steps = self._steps(variant, config, len(seeds))
+        steps, speed = self._steps(variant, config, len(seeds))
         training = dataclasses.replace(config.training, steps=steps)
         config = dataclasses.replace(config, training=training)
         drawn_from = [seed + AGAIN_SEED for seed in seeds] if name == AGAIN else seeds
@@ -239,6 +249,8 @@ class Comparison:
             ):
                 seconds = progress.step_seconds
                 if progress.val_losses is not None:
+                    if not evaluated_at:
+                        self._tried(variant, speed)
                     evaluated_at.append(progress.step)
                     curves.append(finite(progress.val_losses))
                     stopped = self._behind(variant, seeds, progress) if early else ""
@@ -250,8 +262,8 @@ class Comparison:
         self.ledger.append(entry)
 
     def like_before(self, config: Config) -> TrainingConfig | None:
-        """How the newest base was trained that is like `config` but for its steps and evaluations,
-        and for what was tuned; None if there is none."""
+        """How the newest base was trained, to its end, that is like `config` but for its steps and
+        evaluations, and for what was tuned; None if there is none."""
         free = {"training.steps", "training.eval_every"}
         free |= {name for entry in self.ledger.of(Tuned) for name in entry.values}
 
@@ -261,7 +273,8 @@ class Comparison:
         for entry in reversed(self.ledger.variants.values()):
             with contextlib.suppress(KeyError, TypeError, UserError):  # of another version
                 before = config_of(entry.config)
-                if entry.base is None and fixed(before) == fixed(config):
+                is_trained = entry.base is None and bool(self.ledger.runs[entry.variant])
+                if is_trained and fixed(before) == fixed(config):
                     return before.training
         return None
 
@@ -381,13 +394,25 @@ class Comparison:
         self.ledger.append(confirmed)
         return confirmed
 
+    def _tried(self, variant: Variant, speed: Speed | None = None) -> None:
+        """Something is known of a variant: from now on it counts."""
+        twin = next((v for v, _ in self._entered.values() if v.variant == variant.twin), None)
+        for new in (self._base, twin, variant):
+            if new is not None and new.variant not in self.ledger.variants:
+                self.ledger.append(new)
+        if speed is not None:
+            self.ledger.append(speed)
+
     @contextlib.contextmanager
     def _told(self, variant: Variant, seeds: Sequence[int]) -> Iterator[None]:
         """What fails inside is written down."""
         try:
             yield
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"[:1000]
+            if any(variant.variant == v.variant for v, _ in self._entered.values()):
+                self._tried(variant)
+            reason = " ".join(f"{type(error).__name__}: {error}"[:1000].split())
+            reason = printable(reason)
             self.ledger.append(Failed(variant.variant, list(seeds), reason))
             raise
 
@@ -450,6 +475,8 @@ class Comparison:
         base: Variant | None,
         equal: Equal | None,
         twin: Variant | None = None,
+        *,
+        is_twin: bool = False,
     ) -> Variant:
         """The entry of a variant, without its level."""
         model = abstract_model(config.model, self._tokenizer)
@@ -460,7 +487,8 @@ class Comparison:
         Batches(self._split.train, training.batch_size, config.model.context_length, 0)
         common, code = None if base is None else equal, code_of(config.model)
         beside = [base and base.variant, twin and twin.variant]
-        of = [_settings(config), code, *beside, common, name == AGAIN]
+        # What is not judged is another one than the same config as a variant.
+        of = [_settings(config), code, *beside, common, name == AGAIN, is_twin]
         return Variant(
             variant=_checksum(of),
             name=name,
@@ -477,19 +505,19 @@ class Comparison:
     def _parameters(self, config: Config) -> int:
         return count_parameters(abstract_model(config.model, self._tokenizer))
 
-    def _steps(self, variant: Variant, config: Config, at_once: int) -> int:
-        """The steps that a variant is trained for: those that make it equal to the base."""
+    def _steps(self, variant: Variant, config: Config, at_once: int) -> tuple[int, Speed | None]:
+        """The steps that a variant is trained for, those that make it equal to the base; and what
+        was measured for that."""
         base, base_config = next(iter(self._entered.values()))
         if variant.equal != "time":
             of_both = base.operations_per_token, variant.operations_per_token
-            return steps_of(config, base_config, variant.equal, *of_both)
+            return steps_of(config, base_config, variant.equal, *of_both), None
         # Measured before each group of seeds: all that was measured tells how wrong it may be.
         ratios = self._ratios(base_config, config, at_once, missed_of(variant))
         chosen = max(1, round(base_config.training.steps * ratio_of(ratios)[0]))
         before = self.ledger.speeds[variant.variant]
         steps = before[0].steps if before else chosen
-        self.ledger.append(Speed(variant.variant, steps, ratios))
-        return steps
+        return steps, Speed(variant.variant, steps, ratios)
 
     def _ratios(self, base: Config, config: Config, at_once: int, missed: float) -> list[float]:
         at_once = min(at_once, self._that_fit(base, config))

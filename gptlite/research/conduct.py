@@ -1,11 +1,13 @@
 """Training what a comparison lacks: one group of seeds after the other, until all is decided."""
 
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterator, Sequence
 
 import jax
 
-from gptlite.errors import require
+from gptlite.errors import UserError
+from gptlite.machine.printed import printable
 from gptlite.machine.progress import log, progress_bar
 from gptlite.research.comparison import Comparison
 from gptlite.research.report import told
@@ -30,7 +32,7 @@ def conduct(
     clock: "Clock | None" = None,
     *,
     early: bool = True,
-) -> None:
+) -> list[str]:
     """Train the variants that were entered from the seeds 0, 1, ..., at most `n_seeds`, in groups
     of `at_once` (default: `GROUP`, or the next number that all devices share evenly). After each
     group, the variants are looked at. One that is decided gets no more seeds.
@@ -38,7 +40,10 @@ def conduct(
     `early`: see `Comparison.train`. `clock`: a group that would take longer than there is time, at
     the speed of what was trained before, is not begun.
 
-    **Raises:** `UserError` if the first group would take longer, as its first seconds tell.
+    Gives the names of the variants whose training failed. Why was printed, and the others are
+    trained all the same.
+
+    **Raises:** `NotJudgedError` if the first group would take longer, as its first seconds tell.
     """
     for name, ratio in comparison.more_tokens().items():
         log(
@@ -49,21 +54,30 @@ def conduct(
     size = at_once or group_size(jax.device_count())
     base, *variants = comparison.names
     left = [name for name in variants if not _is_done(comparison.result(name), early)]
+    failed: list[str] = []
     for first in range(0, n_seeds, size):
         if not set(left) & set(comparison.judged):
-            return
+            break
         seeds = list(range(first, min(first + size, n_seeds)))
         missing = {name: comparison.missing(name, seeds, early) for name in (base, *left)}
         rows = sum(map(bool, missing.values()))
         for name, group in missing.items():
             if not clock.has_time_for(name, len(group)):
                 log(f"{name} gets no more seeds: the {clock.minutes:g} minutes are used up.")
-                return
+                return failed
             together = min(len(group), comparison.seeds_that_fit(name)) or 1
-            for i in range(0, len(group), together):
-                part = group[i : i + together]
-                training = clock.checked(name, comparison.train(name, part, early), part, rows)
-                show(name, training, len(part))
+            try:
+                for i in range(0, len(group), together):
+                    part = group[i : i + together]
+                    training = clock.checked(name, comparison.train(name, part, early), part, rows)
+                    show(name, training, len(part))
+            except Exception as error:
+                if name == base or isinstance(error, UserError):
+                    raise
+                log(printable(traceback.format_exc()))
+                log(f"{name} failed: it gets no more seeds.")
+                failed.append(name)
+                left.remove(name)
         for name in list(left):
             result = comparison.look(name)
             log(f"after {seeds[-1] + 1} seeds: {told(result)}")
@@ -73,6 +87,7 @@ def conduct(
         if n_left and set(left) & set(comparison.judged) and any(missing.values()):
             at_most = n_left * clock.seconds_per_seed(base, *left) / 60
             log(f"left: at most {n_left} seeds of {len(left) + 1}, {at_most:.1f} min")
+    return failed
 
 
 def show(
@@ -100,6 +115,11 @@ def _is_done(result: Result, early: bool) -> bool:
     return result.verdict.is_decided and (early or not result.is_stopped)
 
 
+class NotJudgedError(UserError):
+    """There is no verdict, for want of time or of seeds, or because another process is at work:
+    nothing is known to be wrong with the variant."""
+
+
 class Clock:
     """The time that is left."""
 
@@ -120,12 +140,12 @@ class Clock:
         return time.perf_counter() - self._began + seconds <= 60 * self.minutes
 
     def checked(
-        self, name: str, training: Iterator[SeedsProgress], seeds: list[int], rows: int
+        self, name: str, training: Iterator[SeedsProgress], seeds: Sequence[int], rows: float
     ) -> Iterator[SeedsProgress]:
         """`training` of a variant from `seeds`, the first of so many `rows` if none was trained
         before.
 
-        **Raises:** `UserError` if all rows together would take longer than there is time.
+        **Raises:** `NotJudgedError` if all rows together would take longer than there is time.
         """
         began, first, since = time.perf_counter(), None, 0.0
         is_known = bool(self._per_seed) or self.minutes is None
@@ -143,10 +163,10 @@ class Clock:
             needed = used + rows * (before + of_steps) / 60
             assert self.minutes is not None
             fitting = (60 * (self.minutes - used) / rows - before) / of_steps * progress.steps
-            require(
-                needed <= self.minutes,
-                f"{len(seeds)} seeds of {rows} variants would take about {needed:.1f} minutes "
-                f"here: give --minutes more"
-                + (f", or --training.steps at most {int(fitting)}." if fitting >= 1 else "."),
-            )
+            if needed > self.minutes:
+                raise NotJudgedError(
+                    f"{len(seeds)} seeds of {rows:g} variants would take about {needed:.1f} "
+                    "minutes here: give --minutes more"
+                    + (f", or --training.steps at most {int(fitting)}." if fitting >= 1 else ".")
+                )
         self._per_seed[name] = (time.perf_counter() - began) / len(seeds)

@@ -1,6 +1,8 @@
 """The verdict on the validation text, by seeds that nothing was trained from before."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from gptlite.config import Config
 from gptlite.custom import with_custom
@@ -13,38 +15,101 @@ from gptlite.research.report import told
 from gptlite.runs.saved_config import config_of, with_corpus
 
 
-def recalled(
-    ledger: Ledger, name: str, equal: str, custom: Sequence[str], corpus: str | None
-) -> tuple[Variant, dict[str, Config]]:
-    """The newest variant of a name, with what is `equal` (or `any`), and the configs of its base,
-    of its twin if it has one, and of itself, by name.
+@dataclass(frozen=True)
+class Recalled:
+    """A variant in a ledger, with the configs of its base, of its twin if it has one, and of
+    itself."""
 
-    **Raises:** `UserError` if there is none, it is not clear what is to be equal, or its custom
-    blocks or its text are not named: a ledger may come from a stranger.
+    variant: Variant
+    base: tuple[str, Config]
+    twin: tuple[str, Config] | None
+    config: Config
+
+    @property
+    def configs(self) -> list[Config]:
+        """All of them."""
+        return [self.base[1], *([self.twin[1]] if self.twin else []), self.config]
+
+    def loaded(self, load: Callable[[Config], Config]) -> "Recalled":
+        """With all configs loaded."""
+        (base_name, base), twin = self.base, self.twin
+        twin = (twin[0], load(twin[1])) if twin else None
+        return Recalled(self.variant, (base_name, load(base)), twin, load(self.config))
+
+
+def recalled(
+    ledger: Ledger, name: str, custom: Sequence[str], corpus: str | None
+) -> list[Recalled]:
+    """The variants of a name, or the one of a checksum, the newest first.
+
+    **Raises:** `UserError` if there is none, or its custom blocks or its text are not named: a
+    ledger may come from a stranger.
     """
     judged = [v for v in ledger.variants.values() if v.level is not None]
-    same = [v for v in judged if v.name == name]
-    found = [v for v in same if equal in ("any", v.equal)]
+    wanted = name.replace("-", "_")  # --vary takes both
+    found = [v for v in reversed(judged) if wanted in (v.name.replace("-", "_"), v.variant)]
     if not found:
-        names = ", ".join(dict.fromkeys(f"{v.name} (equal {v.equal})" for v in judged)) or "none"
+        names = ", ".join(dict.fromkeys(v.name for v in judged)) or "none"
         raise UserError(f"{ledger.path} has no variant {name}: it has {names}.")
-    variant = found[-1]
-    kinds = {str(v.equal) for v in found if v.base == variant.base}
-    require(
-        len(kinds) == 1,
-        f"{name} was tried with equal {', equal '.join(sorted(kinds))}: --equal says which.",
-    )
-    variants = ledger.variants
-    configs = {}
-    twin = [variants[variant.twin]] if variant.twin else []
-    for entry in (variants[str(variant.base)], *twin, variant):
+
+    def config(entry: Variant) -> Config:
         try:
             config = config_of(entry.config)
         except (KeyError, TypeError) as error:
             raise UserError(f"{ledger.path} has no config of {entry.name}: {error}.") from error
         config = with_custom(config, custom, read=True)
-        configs[entry.name] = with_corpus(config, corpus, f"The comparison {ledger.path.parent}")
-    return variant, configs
+        return with_corpus(config, corpus, f"The comparison {ledger.path.parent}")
+
+    def named(checksum: str | None) -> tuple[str, Config]:
+        entry = ledger.variants[str(checksum)]
+        return entry.name, config(entry)
+
+    return [Recalled(v, named(v.base), named(v.twin) if v.twin else None, config(v)) for v in found]
+
+
+def enter_one(comparison: Comparison, candidates: Sequence[Recalled]) -> Variant:
+    """Enter the one of `candidates`, of one name, that is now as it was when it was tried.
+
+    **Raises:** `UserError` if none is, or several are: beside several bases, for example.
+    """
+    same, first = [], None
+    for one in candidates:
+        try:
+            _enter(comparison, one)
+            same.append(one)
+        except UserError as error:
+            first = first or error
+    if not same:
+        assert first is not None
+        raise first
+    settings = [
+        {
+            f"{section}.{field}": value
+            for section, fields in dataclasses.asdict(one.config).items()
+            if section != "data"
+            for field, value in fields.items()
+        }
+        | {"equal": one.variant.equal}
+        for one in same
+    ]
+    differ = [name for name in settings[0] if any(x[name] != settings[0][name] for x in settings)]
+    several = ", ".join(
+        f"{one.variant.variant} ({', '.join(f'{name} {x[name]}' for name in differ)})"
+        for one, x in zip(same, settings, strict=True)
+    )
+    require(
+        len(same) == 1,
+        f"{same[0].variant.name} was tried in several ways. Name one by its checksum: {several}.",
+    )
+    _enter(comparison, same[0])
+    return same[0].variant
+
+
+def _enter(comparison: Comparison, one: Recalled) -> None:
+    variant, (base_name, base) = one.variant, one.base
+    twins = {variant.name: one.twin} if one.twin else {}
+    configs = {base_name: base, variant.name: one.config}
+    comparison.enter(configs, variant.equal or "steps", again=False, twins=twins, known=True)
 
 
 def train_and_confirm(

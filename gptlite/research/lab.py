@@ -2,8 +2,10 @@
 
     python -m gptlite.research.lab try my_blocks.py:Mine --minutes 5
 
-It ends with 0 if the block is better than the base, with 1 if no such difference was found, and
-with 2 if it is broken: it breaks a law of `gptlite check-block`, cannot be built, or diverges.
+It ends with 0 if the block is better than the base, with 1 if no such difference was found, with 2
+if it is broken (it breaks a law of `gptlite check-block`, cannot be built or trained, or diverges)
+or the command is, and with 3 if there is no verdict, for want of time or because another process
+uses the laboratory.
 """
 
 import contextlib
@@ -21,23 +23,27 @@ from gptlite.cli import exit_on_error, import_jax, parse_compare, parse_words
 from gptlite.errors import require
 from gptlite.machine.fields import Between, check_fields
 from gptlite.machine.files import check_folder_name
-from gptlite.machine.progress import log
+from gptlite.machine.progress import log, print_error
 
-BETTER, NOT_BETTER, BROKEN = 0, 1, 2
+BETTER, NOT_BETTER, BROKEN, NOT_JUDGED = 0, 1, 2, 3
 
 # The share of the time that is planned.
 PLANNED = 0.9
-# The fewest steps that are worth a try.
-FEWEST = 50
+# The fewest steps that are worth a try, and the evaluations of a run.
+FEWEST, EVALUATIONS = 50, 5
+# The groups of seeds that are planned: a later variant may need two to be judged, and so the base
+# and the base again a second one.
+GROUPS = 4
 
 
 @dataclass(frozen=True)
 class TryArguments:
     """Check a block, tune it, compare it with the base, and write all of it into a ledger.
 
-    Ends with 0: better, 1: no such difference was found, 2: broken. The first try of a laboratory
-    measures the machine, chooses the number of steps that fits into the minutes, and trains the
-    base; later ones train as many steps, and the base no more. All options of gptlite compare but
+    Ends with 0: better, 1: no such difference was found, 2: broken, 3: no verdict, for want of
+    time or because another process uses the laboratory. The first try of a laboratory measures the
+    machine, chooses the number of steps that fits into the minutes, and trains the base; later ones
+    train as many steps, and the base only from more seeds. All options of gptlite compare but
     --vary may follow, such as --tune optimizer.learning_rate, --equal time and --json."""
 
     variant: Annotated[
@@ -79,7 +85,18 @@ def try_variant(argv: Sequence[str]) -> int:
     arguments, rest = parse_try(argv)
     import_jax()
     # Imported here, because --help should not wait for JAX.
+    from gptlite.research.conduct import NotJudgedError
+
+    try:
+        return _judged(arguments, rest)
+    except NotJudgedError as error:
+        print_error(str(error))
+        return NOT_JUDGED
+
+
+def _judged(arguments: TryArguments, rest: list[str]) -> int:
     from gptlite.research.check_block import CheckError
+    from gptlite.research.conduct import NotJudgedError
     from gptlite.research.report import words
     from gptlite.research.statistics import NOT_TRAINED, TOO_FEW
     from gptlite.scripts.compare import compare_variants
@@ -92,7 +109,8 @@ def try_variant(argv: Sequence[str]) -> int:
         except CheckError as error:
             log(str(error))
             return BROKEN
-        given = ["--vary", setting, "--name", arguments.name, *rest]
+        checked = ["--no-check-blocks"] if setting != arguments.variant else []
+        given = ["--vary", setting, "--name", arguments.name, *checked, *rest]
         minutes = arguments.minutes - (time.perf_counter() - began) / 60
         if not any(word.replace("_", "-").startswith("--training.steps") for word in rest):
             steps, evaluated = _steps(arguments.name, given, minutes)
@@ -104,10 +122,8 @@ def try_variant(argv: Sequence[str]) -> int:
     _, name = variants
     result = compare_variants(compared, variants)[name]
     said = words(result)
-    require(
-        said not in (NOT_TRAINED, TOO_FEW) and not said.startswith("the base"),
-        f"There is no verdict on {name}: {said}.",
-    )
+    if said in (NOT_TRAINED, TOO_FEW) or said.startswith("the base"):
+        raise NotJudgedError(f"There is no verdict on {name}: {said}.")
     if said.startswith("diverged"):
         return BROKEN
     return BETTER if said == "better" else NOT_BETTER
@@ -118,13 +134,23 @@ def _setting(arguments: TryArguments) -> str:
 
     **Raises:** `CheckError` if it breaks a law; `UserError` if it cannot be loaded.
     """
+    from gptlite.config import ModelConfig
+    from gptlite.custom import load_custom
+    from gptlite.machine.names import is_custom, split_options
     from gptlite.research.check_block import check_block
+    from gptlite.research.code import code_of
     from gptlite.scripts.check_block import load_block
 
     variant = arguments.variant
     if re.match(r"(model|optimizer|training)\.[\w-]+=", variant):
         return variant
+    require(
+        is_custom(split_options(variant)[0]),
+        "A try is of a block, FILE.py:CLASS, or of a setting of model, optimizer or training, such "
+        f"as model.norm=layer, got {variant!r}.",
+    )
     loaded, options = load_block(variant, ())
+    code_of(load_custom(ModelConfig(mlp=variant)))  # before its files can be edited
     report = check_block(loaded, options=options)
     log(str(report))
     part = {"layer": "mlp", "block": "attention"}.get(report.kind)
@@ -135,15 +161,16 @@ def _setting(arguments: TryArguments) -> str:
 
 def _steps(name: str, given: Sequence[str], minutes: float) -> tuple[int, int]:
     """The steps, and those from one evaluation to the next: of the base in the ledger, or those
-    that fit. Base, base again and variant are trained from one group of seeds each, and with
-    --tune base and variant from two seeds for each point.
+    that fit. Base, base again and variant are trained from one group of seeds each, later variants
+    from two, and with --tune base and variant from two seeds for each point.
 
-    **Raises:** `UserError` if too few fit.
+    **Raises:** `NotJudgedError` if too few fit.
     """
     import jax
 
     from gptlite.machine.runtime import set_up_jax
-    from gptlite.research.conduct import group_size
+    from gptlite.research.conduct import NotJudgedError, group_size
+    from gptlite.research.equal import tokens_per_step
     from gptlite.research.tune import SEEDS
     from gptlite.scripts.compare import FOLDER, loaded, opened
 
@@ -156,20 +183,23 @@ def _steps(name: str, given: Sequence[str], minutes: float) -> tuple[int, int]:
             return before.steps, before.eval_every
         size = group_size(jax.device_count())
         start, of_step = comparison.seconds_of(base, size)
+        choice_tokens = comparison.choice_tokens
     points = compared.tune_points if compared.tune else 0
-    programs, groups = 3 + 2 * points, 3 + 2 * points * len(SEEDS) / size
-    seconds = 60 * minutes * PLANNED - programs * start
-    steps = int(seconds / (groups * of_step))
-    needed = (programs * start + FEWEST * groups * of_step) / PLANNED / 60
-    require(
-        steps >= FEWEST,
-        f"{minutes:.1f} minutes are too short for a try here: {FEWEST} steps would take "
-        f"{needed:.1f}.",
-    )
+    programs, groups = GROUPS + 2 * points, GROUPS + 2 * points * len(SEEDS) / size
+    # An evaluation has no backward pass.
+    evaluating = EVALUATIONS * choice_tokens / tokens_per_step(base) / 3 * of_step
+    before = programs * start + groups * evaluating
+    steps = int((60 * minutes * PLANNED - before) / (groups * of_step))
+    needed = (before + FEWEST * groups * of_step) / PLANNED / 60
+    if steps < FEWEST:
+        raise NotJudgedError(
+            f"{minutes:.1f} minutes are too short for a try here: {FEWEST} steps would take "
+            f"{needed:.1f}."
+        )
     digits = 10 ** max(0, len(str(steps)) - 2)
     steps -= steps % digits
     log(f"{steps} steps fit: {of_step:.3f} s for a step of {size} seeds, here and now")
-    return steps, max(1, steps // 5)
+    return steps, max(1, steps // EVALUATIONS)
 
 
 COMMANDS = {"try": try_variant}

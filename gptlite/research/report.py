@@ -77,7 +77,7 @@ def words(result: Result) -> str:
     if result.variant.level is not None or not result.curves:
         return result.verdict.words
     if result.variant.name != AGAIN:
-        return "for the variants with its values"
+        return "the base, with what was tuned for a variant"
     return "differs by chance" if result.verdict.words in ("better", "worse") else "chance alone"
 
 

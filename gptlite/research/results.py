@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from gptlite.research.equal import Equal
-from gptlite.research.ledger import Ledger, Variant
+from gptlite.research.ledger import Failed, Ledger, Variant
 from gptlite.research.speed import MISSED, tolerance
-from gptlite.research.statistics import LEVEL, NOT_FOUND, Estimate, Verdict, judge, sequence
+from gptlite.research.statistics import FAILED, LEVEL, NOT_FOUND, Estimate, Verdict, judge, sequence
 
 # The base once more, from other first parameters: what chance alone does.
 AGAIN = "base again"
@@ -66,6 +66,8 @@ def result_of(ledger: Ledger, variant: Variant, base: Variant, name: str = "") -
     ]
     if stopped:
         verdict = dataclasses.replace(verdict, words=stopped[0])
+    elif not result.curves and any(x.variant == variant.variant for x in ledger.of(Failed)):
+        verdict = dataclasses.replace(verdict, words=FAILED)
     return dataclasses.replace(result, verdict=verdict, is_stopped=bool(stopped))
 
 

@@ -59,12 +59,15 @@ class Verdict:
     @property
     def is_decided(self) -> bool:
         """Whether more seeds would be for nothing."""
-        return self.words not in (NOT_TRAINED, TOO_FEW, NOT_FOUND)
+        return self.words not in (NOT_TRAINED, FAILED, TOO_FEW, NOT_FOUND)
 
 
 NOT_TRAINED = "not trained"
+FAILED = "failed"
 TOO_FEW = "too few seeds to tell"
 NOT_FOUND = "no difference found"
+# Also when more seeds are trained, most likely: it may be a setting that decides nothing here.
+SAME = "the losses are those of the base"
 
 
 def level(tried: int, new: int = 1) -> float:
@@ -90,11 +93,6 @@ def bound(n: int, level: float) -> float:
     ratio = (math.sqrt((n + r) / r) / level) ** (2 / n)
     slope = 1 - ratio * r / (n + r)
     return math.sqrt((n - 1) * (ratio - 1) / slope) if slope > 0 else math.inf
-
-
-def least_seeds(level: float) -> int:
-    """The fewest seeds that can decide."""
-    return next(n for n in range(2, 10_000) if math.isfinite(bound(n, level)))
 
 
 def student(n: int, level: float) -> float:
@@ -161,7 +159,9 @@ def judge(
     differences = np.array([variant[seed] - base[seed] for seed in seeds])
     difference = _estimate(differences, most)
     words = NOT_FOUND if math.isfinite(most) else TOO_FEW if n else NOT_TRAINED
-    if abs(difference.mean) - difference.margin > tolerance:
+    if math.isfinite(most) and not differences.any():
+        words = SAME
+    elif abs(difference.mean) - difference.margin > tolerance:
         words = "better" if difference.mean < 0 else "worse"
     deviation = float(np.std(differences, ddof=1)) if n > 1 else math.inf
     smallest = found_from(n, deviation, most) + tolerance

@@ -15,7 +15,7 @@ from gptlite.errors import UserError, require
 from gptlite.machine.fields import annotations
 from gptlite.machine.progress import log
 from gptlite.research.comparison import Comparison
-from gptlite.research.conduct import show
+from gptlite.research.conduct import GROUP, Clock, show
 from gptlite.research.equal import Equal
 
 # The seeds that all points are trained from: others than those of comparisons.
@@ -84,13 +84,15 @@ def tune(
     knobs: Sequence[Knob],
     n_points: int,
     equal: Equal,
+    clock: Clock | None = None,
 ) -> tuple[dict[str, Config], dict[str, tuple[str, Config]]]:
     """`configs`, the base first, each with its best values of `knobs` among `n_points`, which fill
     the range evenly (Halton, 1960: of a single knob the middle first, then those of the halves).
     All are trained as they are to be compared, with what is to be equal. And the twins of those
     whose values are not the base's: see `Variant.twin`.
 
-    **Raises:** `UserError` if a value is out of its bounds, or a config diverges with all values.
+    **Raises:** `UserError` if a value is out of its bounds, or a config diverges with all values;
+    `NotJudgedError` if the tuning and a group of seeds of all take longer than there is time.
     """
     places = qmc.Halton(len(knobs), scramble=False).random(n_points + 1)[1:].tolist()
     # A mistake is found before anything is trained.
@@ -100,12 +102,16 @@ def tune(
     }
     base_name, base = next(iter(configs.items()))
     best, twins, of_base = {}, {}, {}
+    clock = clock or Clock(None)
+    # What is left, in points: those, and a group of seeds of base, base again and variants.
+    left = len(configs) * n_points + (len(configs) + 1) * GROUP / len(SEEDS)
     for name, config in configs.items():
         steps = config.training.steps
         if config is not base:
             steps = comparison.equal_steps(config, base, equal, len(SEEDS))
         of = comparison.untuned(config, base, equal)
-        best[name], values = _best(comparison, name, points[name], steps, of)
+        best[name], values = _best(comparison, name, points[name], steps, of, clock, left)
+        left -= n_points
         of_base = of_base or values
         if values != of_base:
             turned = {knob: values[knob.name] for knob in knobs}
@@ -130,8 +136,16 @@ def _point(name: str, config: Config, knobs: Sequence[Knob], place: Sequence[flo
     return _turned(config, values), {knob.name: value for knob, value in values.items()}
 
 
-def _best(comparison: Comparison, name: str, points: Sequence[Point], steps: int, of: str) -> Point:
-    """The best of `points`.
+def _best(
+    comparison: Comparison,
+    name: str,
+    points: Sequence[Point],
+    steps: int,
+    of: str,
+    clock: Clock,
+    left: float,
+) -> Point:
+    """The best of `points`, which are the first of what is `left` to be trained.
 
     **Raises:** `UserError` if it diverges with all of them.
     """
@@ -143,8 +157,9 @@ def _best(comparison: Comparison, name: str, points: Sequence[Point], steps: int
         losses = comparison.tuning_losses(short, SEEDS)
         if losses is None:
             running = comparison.train_to_tune(name, short, values, SEEDS, of)
-            progress = show(what, running, len(SEEDS))
+            progress = show(what, clock.checked(what, running, SEEDS, left), len(SEEDS))
             losses = progress and progress.val_losses
+        left -= 1
         assert losses is not None
         mean = float(np.mean(losses))
         found.append((mean if math.isfinite(mean) else math.inf, number))

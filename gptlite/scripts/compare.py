@@ -38,6 +38,7 @@ def compare_variants(
     """`gptlite compare`, which gives the results of what it was to compare, by name."""
     # Imported here, because --help should not wait for JAX.
     from gptlite.machine.runtime import set_up_jax
+    from gptlite.research.before_training import check_custom
     from gptlite.research.comparison import default_name
     from gptlite.research.conduct import Clock, conduct
     from gptlite.research.report import records
@@ -50,44 +51,44 @@ def compare_variants(
     folder = FOLDER / (arguments.name or default_name(arguments.base, base))
     with _printer(arguments.as_json) as print_line:
         with opened(folder, base.data, variants.values()) as comparison:
+            for model in dict.fromkeys(config.model for config in variants.values()):
+                if arguments.check_blocks and not comparison.knows(model):
+                    check_custom(model)
             clock, equal = Clock(arguments.minutes), arguments.equal
             # A mistake in a variant is found before the first one is trained.
             variants = comparison.made_equal(variants, equal)
             twins = {}
             if knobs:
-                variants, twins = tune(comparison, variants, knobs, arguments.tune_points, equal)
+                points = arguments.tune_points
+                variants, twins = tune(comparison, variants, knobs, points, equal, clock)
             comparison.enter(variants, equal, again=arguments.again, twins=twins)
             at_once = arguments.seeds_at_once
-            conduct(comparison, arguments.seeds, at_once, clock, early=arguments.early)
+            failed = conduct(comparison, arguments.seeds, at_once, clock, early=arguments.early)
             _write(folder, comparison)
         for record in records(comparison.results()):
             print_line(json.dumps(record))
+    require(not failed, f"The training of {', '.join(failed)} failed: see above.")
     return {name: comparison.result(name) for name in comparison.names}
 
 
 def _confirm(arguments: ConfirmArguments) -> None:
     from gptlite.machine.progress import log
     from gptlite.machine.runtime import set_up_jax
-    from gptlite.research.confirm import recalled, train_and_confirm
+    from gptlite.research.confirm import enter_one, recalled, train_and_confirm
     from gptlite.research.ledger import Ledger
     from gptlite.research.report import confirmation
 
     folder = FOLDER / arguments.name
     path = folder / "ledger.jsonl"
     require(path.exists(), f"There is no comparison {folder}: there is no file {path}.")
-    name, equal = arguments.variant, arguments.equal
-    variant, configs = recalled(Ledger(path), name, equal, arguments.custom, arguments.corpus)
-    base = next(iter(configs.values()))
+    candidates = recalled(Ledger(path), arguments.variant, arguments.custom, arguments.corpus)
+    _, base = candidates[0].base
     set_up_jax(min(base.training.cpu_devices, arguments.seeds))
-    configs = {name: loaded(config) for name, config in configs.items()}
+    candidates = [one.loaded(loaded) for one in candidates]
+    configs = [config for one in candidates for config in one.configs]
     with _printer(arguments.as_json) as print_line:
-        with opened(folder, base.data, configs.values()) as comparison:
-            twins = {}
-            if variant.twin is not None:
-                _, twin, _ = configs
-                twins = {variant.name: (twin, configs.pop(twin))}
-            equal = variant.equal or "steps"
-            comparison.enter(configs, equal, again=False, twins=twins, known=True)
+        with opened(folder, base.data, configs) as comparison:
+            variant = enter_one(comparison, candidates)
             seeds, at_once = arguments.seeds, arguments.seeds_at_once
             begun, confirmed = train_and_confirm(comparison, variant.name, seeds, at_once)
         names = [comparison.names[0], variant.name]
@@ -97,10 +98,14 @@ def _confirm(arguments: ConfirmArguments) -> None:
 
 
 def loaded(config: Config) -> Config:
+    """With its custom blocks, the number format of this machine, and a note of its code."""
     from gptlite.custom import load_custom
     from gptlite.machine.runtime import with_chosen_dtype
+    from gptlite.research.code import code_of
 
-    return with_chosen_dtype(dataclasses.replace(config, model=load_custom(config.model)))
+    config = dataclasses.replace(config, model=load_custom(config.model))
+    code_of(config.model)  # before its files can be edited
+    return with_chosen_dtype(config)
 
 
 @contextlib.contextmanager
@@ -119,6 +124,7 @@ def opened(folder: Path, data: DataConfig, configs: Iterable[Config]) -> "Iterat
     from gptlite.machine.files import lock
     from gptlite.machine.progress import log
     from gptlite.research.comparison import Comparison
+    from gptlite.research.conduct import NotJudgedError
     from gptlite.runs.corpora import load_corpus, require_documents
     from gptlite.runs.model import separator_of
     from gptlite.runs.tokenizers import make_tokenizer
@@ -138,6 +144,8 @@ def opened(folder: Path, data: DataConfig, configs: Iterable[Config]) -> "Iterat
         held = lock(folder / ".lock", f"The comparison {folder} is being run by another process.")
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error.strerror}.") from error
+    except UserError as error:
+        raise NotJudgedError(str(error)) from None
     with held:
         yield Comparison(folder, tokenizer, split)
 

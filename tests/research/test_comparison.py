@@ -9,6 +9,7 @@ import math
 import shlex
 from pathlib import Path
 
+import msgspec
 import pytest
 from conftest import TEXT, TINY, refusal
 
@@ -22,12 +23,13 @@ from gptlite.research import (
     plots,
 )
 from gptlite.research.comparison import AGAIN_SEED, Comparison
-from gptlite.research.conduct import Clock, conduct
+from gptlite.research.conduct import Clock, NotJudgedError, conduct
 from gptlite.research.equal import Equal
 from gptlite.research.ledger import Failed, Look, Runs, Variant
 from gptlite.research.report import records, table, to_csv, words
-from gptlite.research.results import AGAIN, tolerance_of
+from gptlite.research.results import AGAIN, missed_of, tolerance_of
 from gptlite.research.seeds import SeedsProgress
+from gptlite.research.speed import MISSED
 from gptlite.research.statistics import LEVEL, level
 from gptlite.runs.plots import save_picture
 from gptlite.runs.tokenizers import make_tokenizer
@@ -51,6 +53,7 @@ def with_model(**fields):
 
 DEEPER = with_model(n_layers=3)
 BOTH = {"base": BASE, "deeper": DEEPER}
+BOTH_5 = {"base": BASE, "5": with_model(n_layers=5)}
 # What a model's losses are below those of the base, by its layers, and how much that varies.
 GAINS = {1: (0.0, 0.0), 3: (0.1, 0.01), 4: (0.0, 0.05), 5: (-0.1, 0.01)}
 
@@ -245,6 +248,80 @@ def test_a_failure_is_written_down(trained, tmp_path, monkeypatch):
     assert comparison.missing("deeper", [0, 1]) == [0, 1]
 
 
+def test_a_variant_that_fails_does_not_stop_the_others(trained, tmp_path, monkeypatch, capsys):
+    fit_seeds = comparison_module.fit_seeds
+
+    def fails(config, *args, **options):
+        if config.model.n_layers == 4:
+            raise RuntimeError("RESOURCE_EXHAUSTED")
+        yield from fit_seeds(config, *args, **options)
+
+    monkeypatch.setattr(comparison_module, "fit_seeds", fails)
+    configs = {"base": BASE} | {str(n): with_model(n_layers=n) for n in (4, 3)}
+    comparison = entered(tmp_path, configs, again=True)
+    assert conduct(comparison, 12) == ["4"]
+    assert "RuntimeError: RESOURCE_EXHAUSTED" in capsys.readouterr().out
+    results = {result.name: result for result in comparison.results()}
+    said = {name: (words(result), len(result.curves)) for name, result in results.items()}
+    assert said["3"] == ("better", 6)
+    assert said["4"] == ("failed", 0)
+    assert comparison.tried == 2  # it counts
+    # The same again tries it again.
+    monkeypatch.setattr(comparison_module, "fit_seeds", fit_seeds)
+    assert conduct(entered(tmp_path, configs, again=True), 12) == []
+    found = {result.name: words(result) for result in entered(tmp_path, configs).results()}
+    assert found["4"] == "no difference found"
+    # Without a base, there is nothing.
+    monkeypatch.setattr(comparison_module, "fit_seeds", fails)
+    other = entered(tmp_path, {"4": with_model(n_layers=4), "3": DEEPER})
+    with pytest.raises(RuntimeError):
+        conduct(other, 12)
+
+
+def test_a_failure_is_said_at_the_end(trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text(TEXT)
+    fit_seeds = comparison_module.fit_seeds
+
+    def fails(config, *args, **options):
+        yield from () if config.model.n_layers == 4 else fit_seeds(config, *args, **options)
+        assert config.model.n_layers != 4
+
+    monkeypatch.setattr(comparison_module, "fit_seeds", fails)
+    words = """--data.corpus text.txt --model.n-layers 1 --model.n-heads 2 --model.d-model 16
+        --model.context-length 16 --training.steps 4 --training.eval-every 4 --no-again
+        --vary model.n-layers=4,3 --name one --json --seeds 5"""
+    with pytest.raises(UserError, match=r"The training of n-layers=4 failed: see above\."):
+        compare(parse_compare(words.split()))
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["verdict"] for line in lines] == ["", "failed", "better"]
+    assert "failed" in Path("comparisons/one/table.txt").read_text()
+
+
+def test_custom_blocks_are_checked_before_they_are_trained(trained, tmp_path, monkeypatch):
+    """One that sees the next token would be better by far."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text(TEXT)
+    Path("lab_leak.py").write_text(
+        "import equinox as eqx\nimport jax.numpy as jnp\nfrom gptlite.nn import MLP\n"
+        "class Leak(eqx.Module):\n    mlp: MLP\n"
+        "    def __init__(self, config, *, key):\n"
+        "        self.mlp = MLP(config.d_model, 2, std=0.1, down_std=0.1, key=key)\n"
+        "    def __call__(self, x): return self.mlp(x + jnp.roll(x, -1, axis=-2))\n"
+    )
+    words = """--data.corpus text.txt --model.n-layers 3 --model.n-heads 2 --model.d-model 16
+        --model.context-length 16 --training.steps 4 --training.eval-every 4 --no-again
+        --vary model.mlp=lab_leak.py:Leak --name one --seeds 2"""
+    with pytest.raises(UserError, match=r"mlp lab_leak\.py:Leak is not trained\. causal: "):
+        compare(parse_compare(words.split()))
+    assert not trained
+    compare(parse_compare([*words.split(), "--no-check-blocks"]))
+    assert len(trained) == 2
+    # What has been trained is not checked again.
+    compare(parse_compare([*words.replace("--seeds 2", "--seeds 3").split()]))
+    assert len(trained) == 4
+
+
 def test_variants_that_are_decided_get_no_more_seeds(trained, tmp_path):
     configs = {"base": BASE} | {str(n): with_model(n_layers=n) for n in (3, 4, 5)}
     comparison = entered(tmp_path, configs, again=True)
@@ -261,6 +338,10 @@ def test_variants_that_are_decided_get_no_more_seeds(trained, tmp_path):
     # The base again has first parameters of its own, and the batches of its seed.
     drawn = [drawn for n, _, seeds, drawn in trained if drawn != seeds]
     assert drawn == [list(range(i + AGAIN_SEED, i + AGAIN_SEED + 6)) for i in (0, 6, 12)]
+    # Nor does it, where all others are decided.
+    decided = entered(tmp_path / "decided", {"base": BASE, "3": DEEPER}, again=True)
+    conduct(decided, 18, at_once=6)
+    assert [len(result.curves) for result in decided.results()] == [6, 6, 6]
     # Each look is written down, once.
     looks = [(look.variant, look.seeds, look.words) for look in comparison.ledger.of(Look)]
     assert [words for _, seeds, words in looks if seeds == 6].count("better") == 1
@@ -275,7 +356,7 @@ def test_a_variant_is_stopped_when_its_curve_is_behind(trained, tmp_path):
     assert stopped.stopped.startswith("stopped at step 4 of 8, behind the base by 0.0983 ± 0.0")
     assert comparison.missing("5", range(12)) == []
     # Unless that is not wanted.
-    patient = entered(tmp_path / "patient", {"base": BASE, "5": with_model(n_layers=5)})
+    patient = entered(tmp_path / "patient", BOTH_5)
     conduct(patient, 12, at_once=6, early=False)
     assert words(patient.results()[1]) == "worse"
     # It is as little trained again as one that is decided.
@@ -283,6 +364,44 @@ def test_a_variant_is_stopped_when_its_curve_is_behind(trained, tmp_path):
     conduct(entered(tmp_path, {"base": BASE, "5": with_model(n_layers=5)}), 12, at_once=6)
     assert len(trained) == n
     assert len([run for run in comparison.ledger.of(Runs) if run.stopped]) == 1
+    # After it was trained to its end, it is decided, and the base gets no more seeds either.
+    assert words(entered(tmp_path / "patient", BOTH_5).results()[1]) == "worse"
+    again = entered(tmp_path, BOTH_5)
+    conduct(again, 6, at_once=6, early=False)
+    n = len(trained)
+    conduct(again, 18, at_once=6)
+    assert len(trained) == n
+
+
+def test_no_variant_is_stopped_in_its_first_half(trained, tmp_path, monkeypatch):
+    """Many are behind at first."""
+
+    def fit_seeds(config, tokenizer, seeds, split, *, drawn_from=()):
+        behind = 0.1 if config.model.n_layers == 3 else 0.0
+        for step in range(1, 9):
+            behind *= step < 4
+            yield SeedsProgress(step, 8, [9 - step + s / 10 + behind for s in seeds], 1.0)
+
+    monkeypatch.setattr(comparison_module, "fit_seeds", fit_seeds)
+    often = dataclasses.replace(BASE.training, eval_every=1)
+    configs = {name: dataclasses.replace(config, training=often) for name, config in BOTH.items()}
+    comparison = entered(tmp_path, configs)
+    conduct(comparison, 6)
+    assert not [run for run in comparison.ledger.of(Runs) if run.stopped]
+
+
+def test_seeds_that_do_not_fit_into_memory_are_trained_after_each_other(
+    trained, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(comparison_module, "free_memory", lambda: 40_000_000)
+    comparison = entered(tmp_path)
+    fitting = comparison.seeds_that_fit("base")
+    assert fitting > 1
+    monkeypatch.setattr(comparison_module, "free_memory", lambda: 80_000_000)
+    assert comparison.seeds_that_fit("base") == pytest.approx(2 * fitting, abs=2)
+    monkeypatch.setattr(comparison, "seeds_that_fit", lambda name: 2)
+    conduct(comparison, 5, at_once=5)
+    assert [seeds for _, _, seeds, _ in trained] == [[0, 1], [2, 3], [4]] * 2
 
 
 def test_minutes_bound_what_is_begun(trained, tmp_path, monkeypatch, capsys):
@@ -309,6 +428,18 @@ def test_minutes_bound_what_is_begun(trained, tmp_path, monkeypatch, capsys):
     assert [len(result.curves) for result in comparison.results()] == [10, 10]
     # What has been trained costs nothing.
     conduct(entered(tmp_path, configs), 10, at_once=5, clock=Clock(0.01))
+
+    # What is known to take too long after its first seconds has not been tried.
+    def slower(config, tokenizer, seeds, split, *, drawn_from=()):
+        for step in (2, 4, 6, 8):
+            now[0] += 30.0
+            yield SeedsProgress(step, 8, [2.0 for _ in seeds] if step == 8 else None, 1.0)
+
+    monkeypatch.setattr(comparison_module, "fit_seeds", slower)
+    comparison = entered(tmp_path, {"base": BASE, "3": DEEPER})
+    with pytest.raises(NotJudgedError, match=r"5 seeds of 1 variants .* 2\.5 minutes here"):
+        conduct(comparison, 10, at_once=5, clock=Clock(2.4))
+    assert comparison.tried == 1
 
 
 def test_other_numbers_of_tokens_are_said(trained, tmp_path, capsys):
@@ -352,6 +483,30 @@ def test_equal_time_counts_what_its_error_may_make(trained, tmp_path, monkeypatc
     # The logarithm of 2, times 1 nat in the second half of the curve, which doubles the steps.
     assert tolerance_of(comparison.ledger, variant, first) == pytest.approx(1.0)
     assert words(comparison.results()[1]) == "no difference found"
+
+
+def test_what_an_error_of_the_speed_may_make(trained, tmp_path, monkeypatch):
+    ratios = [0.9] * 5 + [1.0] * 5 + [1.1] * 5
+    monkeypatch.setattr(comparison_module, "speed_ratios", lambda *_: ratios)
+    comparison = entered(tmp_path, equal="time")
+    run(comparison, "base", range(6))
+    run(comparison, "deeper", range(6))
+    base, deeper = comparison.results()
+    ledger, variant = comparison.ledger, deeper.variant
+    # Of 15 ratios, more than the outermost are needed for a lower probability.
+    strict = msgspec.structs.replace(variant, level=1e-3)
+    assert (missed_of(variant), missed_of(strict)) == (MISSED, 1e-4)
+    usual = tolerance_of(ledger, variant, base)
+    assert 0 < usual < math.inf
+    assert tolerance_of(ledger, msgspec.structs.replace(variant, level=1e-5), base) == math.inf
+    # A curve that rises again: its largest change in the second half counts.
+    rising = dataclasses.replace(
+        base, evaluated_at=[2, 4, 6, 8], curves={0: [3.0, 2.0, 1.5, 1.9], 1: [3.0, 2.0, 1.5, 1.9]}
+    )
+    falling = dataclasses.replace(rising, curves={0: [3.0, 2.0, 1.9, 1.6], 1: [3.0, 2.0, 1.9, 1.6]})
+    assert tolerance_of(ledger, variant, rising) == pytest.approx(
+        tolerance_of(ledger, variant, falling)
+    )
 
 
 def test_a_table_tells_what_is_equal_where_that_differs(trained, tmp_path):

@@ -13,7 +13,7 @@ from gptlite.cli import parse_comparison
 from gptlite.errors import UserError
 from gptlite.research import comparison as comparison_module
 from gptlite.research.comparison import APART, CONFIRM_SEED
-from gptlite.research.ledger import Confirmed, Confirming, Failed, Ledger, Runs
+from gptlite.research.ledger import Confirmed, Confirming, Failed, Ledger, Runs, Variant
 from gptlite.research.seeds import SeedsProgress
 from gptlite.research.statistics import level
 from gptlite.scripts.compare import compare
@@ -133,6 +133,52 @@ def test_what_was_edited_or_never_tried_is_not_confirmed(trained):
             compare(parse_comparison(["confirm", "one", wrong, "--data.corpus", "text.txt"]))
     with pytest.raises(UserError, match=r"There is no comparison comparisons.two: there is no fil"):
         command("confirm two n-layers=2")
+
+
+def test_a_variant_that_was_tried_in_several_ways_is_named_by_its_checksum(trained):
+    words = "--name one --seeds 5 --vary model.n-layers=3 --no-again"
+    for more in ("", "--training.steps 8", "", "--equal tokens"):
+        command(words, f"{SMALL} {more}")
+    name = "confirm one n_layers=3 --data.corpus text.txt"
+    judged = [v for v in ledger().of(Variant) if v.level is not None]
+    assert [(v.config["training"]["steps"], v.equal) for v in judged] == [
+        (4, "steps"),
+        (8, "steps"),
+        (4, "tokens"),
+    ]
+    several = "".join(
+        f".*{v.variant} .training.steps {v.config['training']['steps']}, equal {v.equal}"
+        for v in reversed(judged)
+    )
+    with pytest.raises(UserError, match=f"n-layers=3 was tried in several ways.*{several}"):
+        command(name)
+    assert not list(ledger().of(Confirming))
+    command(name.replace("n_layers=3", judged[0].variant))
+    assert [look.variant for look in ledger().of(Confirming)] == [judged[0].variant]
+
+
+def test_an_edit_that_was_undone_does_not_stand_in_the_way(trained, monkeypatch):
+    """Though the edited version, with values of its own, was tried later."""
+    block = Path("lab_tuned.py")
+    fit_seeds = comparison_module.fit_seeds
+
+    def fit(config, tokenizer, seeds, split, **options):
+        best = 0.08 if "3 * x" in block.read_text() else 0.005
+        off = abs(math.log(config.optimizer.learning_rate / best)) / 10
+        for x in fit_seeds(config, tokenizer, seeds, split, **options):
+            losses = x.val_losses and [loss + off for loss in x.val_losses]
+            yield SeedsProgress(x.step, x.steps, losses, x.step_seconds)
+
+    monkeypatch.setattr(comparison_module, "fit_seeds", fit)
+    tune = "--tune optimizer.learning_rate=0.005,0.08 --tune-points 3"
+    for factor in (2, 3, 2):
+        block.write_text(BLOCK.format(name="Tuned", factor=factor))
+        words = f"--name one --seeds 5 --vary model.mlp=lab_tuned.py:Tuned --no-again {tune}"
+        command(words, SMALL)
+    first, edited = [v for v in ledger().of(Variant) if v.level is not None]
+    assert first.config["optimizer"] != edited.config["optimizer"]
+    command("confirm one mlp=lab_tuned.py:Tuned --data.corpus text.txt --custom lab_tuned.py")
+    assert [look.variant for look in ledger().of(Confirming)] == [first.variant]
 
 
 def test_a_variant_that_was_not_trained_is_not_confirmed(trained):

@@ -11,8 +11,9 @@ from conftest import TEXT, TINY
 from gptlite.cli import parse_comparison
 from gptlite.config import Config, TrainingConfig
 from gptlite.errors import UserError
-from gptlite.research import comparison as comparison_module
+from gptlite.research import comparison as comparison_module, conduct, tune
 from gptlite.research.comparison import Comparison
+from gptlite.research.conduct import NotJudgedError
 from gptlite.research.ledger import Confirmed, Ledger, Tuned, Variant
 from gptlite.research.report import words
 from gptlite.research.results import results_of
@@ -103,7 +104,7 @@ def test_a_lucky_choice_is_no_gain(trained, monkeypatch):
         base, *others = results_of(ledger, next(ledger.of(Variant)))
         said = {result.variant.name: words(result) for result in others}
         assert said.pop("n-layers=2") == "no difference found"
-        assert list(said.values()) == ["for the variants with its values"]
+        assert list(said.values()) == ["the base, with what was tuned for a variant"]
         # Against the base's own value alone, it would have been one.
         alone = judge(base.losses, others[-1].losses, 0.01).words
         assert alone == ("better" if chosen[2] == 0.04 else "worse")
@@ -176,6 +177,58 @@ def test_what_diverges_is_not_chosen(trained):
     assert all(v.config["optimizer"]["weight_decay"] < 0.5 for v in ledger.of(Variant))
     with pytest.raises(UserError, match=r"base \(quick\) diverged with all 3 values of --tune"):
         command("--vary model.n-layers=2 --tune optimizer.weight_decay=1,10 --tune-points 3")
+
+
+def test_minutes_are_for_the_tuning_too(trained, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(conduct.time, "perf_counter", lambda: now[0])
+
+    def slow(config, tokenizer, seeds, split, **options):
+        for step in (1, 2, 3, 4):
+            now[0] += 15.0
+            losses = [2.0 + s % 9 / 10 for s in seeds] if step == 4 else None
+            yield SeedsProgress(step, 4, losses, 1.0)
+
+    monkeypatch.setattr(comparison_module, "fit_seeds", slow)
+    monkeypatch.setattr(tune, "GROUP", 4)
+    words = "--vary model.n-layers=2 --tune optimizer.learning_rate --tune-points 3 --minutes"
+    # 15 seconds before the first step is done, and 4 steps of 15 seconds: 6 points, and 4 seeds of
+    # three variants, which take as long as 6 points.
+    with pytest.raises(NotJudgedError, match=r"2 seeds of 12 variants .* 15\.0 minutes here"):
+        command(f"{words} 14.9")
+    assert not list(Ledger(Path("comparisons/one/ledger.jsonl")).of(Tuned))
+    now[0] = 0.0
+    command(f"{words} 15.1")
+    assert len(list(Ledger(Path("comparisons/one/ledger.jsonl")).of(Tuned))) == 6
+
+
+def test_a_twin_is_not_the_same_config_as_a_variant(trained):
+    """The one is not judged, and the other is not stopped."""
+    tuned = "--vary model.n-layers=2 --tune optimizer.learning_rate=0.02,0.04 --tune-points 2"
+    command(f"{tuned} --training.eval-every 4")
+    ledger = Ledger(Path("comparisons/one/ledger.jsonl"))
+    twin = next(v for v in ledger.of(Variant) if "learning_rate" in v.name)
+    rate = twin.config["optimizer"]["learning_rate"]
+    base = next(ledger.of(Variant)).config["optimizer"]["learning_rate"]
+    command(
+        f"--vary optimizer.learning_rate={rate} --optimizer.learning-rate {base} "
+        "--training.eval-every 4"
+    )
+    judged = [v.name for v in Ledger(ledger.path).of(Variant) if v.level is not None]
+    assert judged == ["n-layers=2", f"optimizer.learning_rate={rate}"]
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        ("optimizer.learning_rate", "optimizer.learning-rate=0.1,0.2"),
+        ("optimizer.learning_rate", "optimizer.beta2=0.9,0.95", "optimizer.weight_decay=0.1,0.2"),
+    ],
+)
+def test_two_different_numbers_at_most(knobs):
+    words = "".join(f"--tune {knob} " for knob in knobs)
+    with pytest.raises(UserError, match="--tune chooses one number, or two together, got optimi"):
+        command(f"--vary model.n-layers=2 {words}")
 
 
 def test_a_value_out_of_bounds_is_found_before_anything_is_tuned(trained):
