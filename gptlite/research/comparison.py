@@ -143,7 +143,7 @@ class Comparison:
         known: bool = False,
     ) -> None:
         """Name the variants that are compared, the base first. Their custom blocks are loaded. Each
-        has its level from now on, and is written into the ledger when it is first trained.
+        has its level from now on. All are written into the ledger when the first is trained.
 
         `again`: also the base, once more. `twins`: for variants that were tuned, the name and the
         config of the base with their values. `known`: all must be in the ledger.
@@ -232,8 +232,8 @@ class Comparison:
 
     def train(self, name: str, seeds: Sequence[int], early: bool = True) -> Iterator[SeedsProgress]:
         """Train a variant from `seeds`, at the same time, and keep what it gives. With `early`, it
-        is stopped when its curve is behind that of the base. It counts as tried from its first
-        evaluation on, or when it fails.
+        is stopped when its curve is behind that of the base. From the first evaluation of one on,
+        or when it fails, all that were entered count as tried.
 
         **Raises:** `UserError` if the ledger cannot be written.
         """
@@ -395,10 +395,12 @@ class Comparison:
         return confirmed
 
     def _tried(self, variant: Variant, speed: Speed | None = None) -> None:
-        """Something is known of a variant: from now on it counts."""
-        twin = next((v for v, _ in self._entered.values() if v.variant == variant.twin), None)
-        for new in (self._base, twin, variant):
-            if new is not None and new.variant not in self.ledger.variants:
+        """Something is known of a variant: from now on it counts, and with it all that were
+        entered, whose levels depend on how many these are. A command that is interrupted goes on
+        with the same ones."""
+        entered = [v for v, _ in self._entered.values()]
+        for new in (self._base, variant) if variant.level is None else entered:
+            if new.variant not in self.ledger.variants:
                 self.ledger.append(new)
         if speed is not None:
             self.ledger.append(speed)

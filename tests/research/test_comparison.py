@@ -141,6 +141,17 @@ def test_a_variant_gets_its_level_when_it_is_first_tried(trained, tmp_path):
     }
 
 
+def test_an_interrupted_command_goes_on_with_the_same_levels(trained, tmp_path):
+    three = {"base": BASE} | {str(n): with_model(n_layers=n) for n in (3, 4, 5)}
+    comparison = entered(tmp_path, three)
+    run(comparison, "base", [0])
+    assert comparison.tried == 0
+    run(comparison, "3", [0])
+    assert comparison.tried == 3
+    again = tried(tmp_path, three)
+    assert [v.level for v in again.ledger.of(Variant)] == [None, *[level(0, 3)] * 3]
+
+
 def test_what_is_trained_alike_is_not_tried_twice(tmp_path):
     """Fields that decide nothing, and a block that is named in two ways."""
     idle = dataclasses.replace(BASE.training, log_every=2)
