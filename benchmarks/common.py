@@ -1,11 +1,13 @@
 """What the benchmarks share: contenders in their own processes, run in alternation; the machine's
-limits; tables."""
+limits; comparisons; tables."""
 
 import dataclasses
+import json
 import multiprocessing
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gptlite.config import ModelConfig
 
+ROOT = Path(__file__).resolve().parents[1]
 # One round of work, as `seconds = round()`.
 Round = Callable[[], float]
 MakeRound = Callable[..., Round]
@@ -191,6 +194,15 @@ def speedup(seconds: dict[str, list[float]], peer: str, name: str, form: str) ->
     """The speed of the contender `name` over that of `peer`, round by round."""
     rounds = zip(seconds[peer], seconds[name], strict=True)
     return spread([theirs / ours for theirs, ours in rounds], form)
+
+
+def compare(folder: Path, *words: str) -> list[dict[str, Any]]:
+    """`compare.py` in a folder, and its lines of JSON."""
+    command = [sys.executable, str(ROOT / "compare.py"), *words, "--json"]
+    done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(f"compare.py {' '.join(words)} failed")
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

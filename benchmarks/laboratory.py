@@ -2,7 +2,6 @@
 
     python benchmarks/laboratory.py
     python benchmarks/laboratory.py --noise comparisons/NAME
-    python benchmarks/laboratory.py --replay comparisons/NAME
     python benchmarks/laboratory.py --early comparisons/NAME
 
 By simulation, with the bounds and the levels of `gptlite compare`.
@@ -18,8 +17,6 @@ The second table, with --noise: an agent tries one variant after the other, keep
 as its new base, and at the end confirms what it kept, or else what looked best. Losses vary as
 those of a real comparison do: its base and its base again, from the same batches, without their
 means. Beside it the same agent with the rule of autoresearch: one run each, and keep what is lower.
-
-With --replay, that rule on the variants of a real comparison, in their order, once for each seed.
 
 With --early, which variants of a real comparison (with --no-early) would have been stopped in the
 middle because they were behind, and where they were at the end.
@@ -184,23 +181,6 @@ def agent_table(noise: np.ndarray, repeats: int, n: int) -> None:
     print_table([*header, *lower], rows)
 
 
-def replay(folder: Path) -> None:
-    """What an agent keeps that runs each variant of a comparison once, from the same seed."""
-    ledger = Ledger(folder / "ledger.jsonl")
-    base = next(v for v in ledger.of(Variant) if v.base is None)
-    first, *others = results_of(ledger, base)
-    variants = [result for result in others if result.variant.name != AGAIN]
-    rows = []
-    for seed, loss in first.losses.items():
-        best, kept = loss, []
-        for result in variants:
-            if result.losses.get(seed, np.inf) < best:
-                best = result.losses[seed]
-                kept.append(result.name)
-        rows.append([str(seed), f"{len(kept)}", f"{loss - best:.4f}", ", ".join(kept)])
-    print_table(["seed", "kept", "claimed gain", "variants that are kept"], rows)
-
-
 def stopped_early(folder: Path) -> None:
     """The rule that stops variants, on those that were not stopped."""
     ledger = Ledger(folder / "ledger.jsonl")
@@ -229,14 +209,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--noise", type=Path, help="the folder of a comparison")
-    parser.add_argument("--replay", type=Path, help="the folder of a comparison")
     parser.add_argument("--early", type=Path, help="the folder of a comparison")
     parser.add_argument("--repeats", type=int, help="default: 1000, and 200 for the agent")
     parser.add_argument("--seeds", type=int, help="of a variant, at most: 20, and 12 for the agent")
     arguments = parser.parse_args()
-    if arguments.replay is not None:
-        replay(arguments.replay)
-    elif arguments.early is not None:
+    if arguments.early is not None:
         stopped_early(arguments.early)
     elif arguments.noise is None:
         test_table(arguments.repeats or 1000, arguments.seeds or 20)

@@ -91,6 +91,8 @@ RULES: dict[str, str | None] = {
     ),
     "python benchmarks/docstrings.py": "",
     "python benchmarks/laboratory.py": "--repeats 10",
+    "python benchmarks/nulls.py": f"-- {TRAIN.replace('text.txt', '$PWD/text.txt')}",
+    "python benchmarks/one_gain.py": f"--variants 3 -- {TRAIN} --seeds 2 --no-again",
     "python benchmarks/train_speed.py": "--shapes S --rounds 1",
     "python benchmarks/sample_speed.py": "--shapes S --batches 1 --rounds 1",
     "python benchmarks/startup.py": "--rounds 1",
