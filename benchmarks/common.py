@@ -205,6 +205,12 @@ def compare(folder: Path, *words: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+def corpus_of(options: Sequence[str]) -> list[str]:
+    """Those of `options` that name the text."""
+    place = options.index("--data.corpus") if "--data.corpus" in options else len(options)
+    return list(options[place : place + 2])
+
+
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """As Markdown, columns aligned."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]

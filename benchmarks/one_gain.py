@@ -3,9 +3,9 @@
     python benchmarks/one_gain.py
 
 The variants are those of `planted.py`: MLPs without an effect, and one that learns faster. They are
-compared (comparisons/one-gain/; the same call goes on where it was stopped), and what was found to
-be better is confirmed. Beside it the rule of autoresearch on the same losses: a run of each, in
-this order, and keep what is lower, once for each seed.
+compared, in comparisons/one-gain/, and what was found to be better is confirmed. (Before that, the
+same call goes on where it was stopped.) Beside it the rule of autoresearch on the same losses: a
+run of each, in this order, and keep what is lower, once for each seed.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import compare, print_table
+from common import compare, corpus_of, print_table
 
 PLANTED = os.path.relpath(Path(__file__).with_name("planted.py"))
 OPTIONS = "--training.steps 300 --training.eval-every 100 --seeds 10 --no-again"
@@ -51,7 +51,8 @@ def main() -> None:
     print_table(["seed", "kept if lower", "seems to gain"], keep_if_lower(base, variants))
     for record in variants:
         if record["verdict"] == "better":
-            compare(Path(), "confirm", "one-gain", record["variant"], "--custom", PLANTED)
+            words = ["confirm", "one-gain", record["variant"], "--custom", PLANTED]
+            compare(Path(), *words, *corpus_of(options))
 
 
 if __name__ == "__main__":

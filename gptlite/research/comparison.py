@@ -25,7 +25,7 @@ import jax
 import msgspec
 import numpy as np
 
-from gptlite.config import Config, ModelConfig, TrainingConfig
+from gptlite.config import Config, TrainingConfig
 from gptlite.errors import UserError, require
 from gptlite.inspect.flops import operations_per_token
 from gptlite.inspect.summary import activation_bytes
@@ -117,12 +117,6 @@ class Comparison:
         """The variants that were ever tried in this folder."""
         return sum(variant.level is not None for variant in self.ledger.variants.values())
 
-    def knows(self, model: ModelConfig) -> bool:
-        """Whether a variant with this model was tried before, by the code as it is now."""
-        fields, code = json.loads(json.dumps(dataclasses.asdict(model))), code_of(model)
-        variants = self.ledger.variants.values()
-        return any(v.config.get("model") == fields and v.code == code for v in variants)
-
     @property
     def judged(self) -> list[str]:
         """The names of those that are judged."""
@@ -140,13 +134,15 @@ class Comparison:
         *,
         again: bool,
         twins: Mapping[str, tuple[str, Config]] = MappingProxyType({}),
-        known: bool = False,
+        known: str = "",
     ) -> None:
         """Name the variants that are compared, the base first. Their custom blocks are loaded. Each
-        has its level from now on. All are written into the ledger when the first is trained.
+        has its level from now on. All are written into the ledger as soon as one variant was
+        evaluated.
 
         `again`: also the base, once more. `twins`: for variants that were tuned, the name and the
-        config of the base with their values. `known`: all must be in the ledger.
+        config of the base with their values. `known`: the checksum that the last one must have, and
+        all must be in the ledger.
 
         **Raises:** `UserError` if one of them cannot be built, cannot be made equal to the base, or
         is the same as another one.
@@ -172,8 +168,11 @@ class Comparison:
             entered[name] = (self._described(name, config, first, equal, twin), config)
         self._require_different(configs)
         ledger = self.ledger.variants
-        if known and (new := [v for v, _ in entered.values() if v.variant not in ledger]):
-            raise UserError(self._changed(new[0]))
+        if known:
+            all_of_them = [v for v, _ in entered.values()]
+            new = [v for v in all_of_them if v.variant not in ledger]
+            if new or all_of_them[-1].variant != known:
+                raise UserError(self._changed([*new, all_of_them[-1]][0], known))
         judged = [entered[name][0] for name, _ in others]
         judged = [v.variant for v in judged if v.variant not in ledger]
         share = level(self.tried, len(judged)) if judged else None
@@ -232,13 +231,14 @@ class Comparison:
 
     def train(self, name: str, seeds: Sequence[int], early: bool = True) -> Iterator[SeedsProgress]:
         """Train a variant from `seeds`, at the same time, and keep what it gives. With `early`, it
-        is stopped when its curve is behind that of the base. From the first evaluation of one on,
-        or when it fails, all that were entered count as tried.
+        is stopped when its curve is behind that of the base. As soon as one variant was evaluated,
+        or failed, all that were entered count as tried.
 
         **Raises:** `UserError` if the ledger cannot be written.
         """
         variant, config = self._entered[name]
-        steps, speed = self._steps(variant, config, len(seeds))
+        with self._told(variant, seeds):
+            steps, speed = self._steps(variant, config, len(seeds))
         training = dataclasses.replace(config.training, steps=steps)
         config = dataclasses.replace(config, training=training)
         drawn_from = [seed + AGAIN_SEED for seed in seeds] if name == AGAIN else seeds
@@ -418,9 +418,13 @@ class Comparison:
             self.ledger.append(Failed(variant.variant, list(seeds), reason))
             raise
 
-    def _changed(self, variant: Variant) -> str:
-        """Why a variant is not in the ledger."""
+    def _changed(self, variant: Variant, known: str) -> str:
+        """Why a variant is not the one in the ledger whose checksum is `known`, or the base or the
+        twin of that."""
+        entry = self.ledger.variants[known]
+        beside = {entry.variant, entry.base, entry.twin}
         same = [v for v in self.ledger.variants.values() if v.name == variant.name]
+        same = [v for v in same if v.variant in beside]
         if not same:
             return f"{self.ledger.path} has no variant {variant.name}."
         old, new = same[-1].code, variant.code

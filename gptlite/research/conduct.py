@@ -140,7 +140,7 @@ class Clock:
         return time.perf_counter() - self._began + seconds <= 60 * self.minutes
 
     def checked(
-        self, name: str, training: Iterator[SeedsProgress], seeds: Sequence[int], rows: float
+        self, name: str, training: Iterator[SeedsProgress], seeds: Sequence[int], rows: int
     ) -> Iterator[SeedsProgress]:
         """`training` of a variant from `seeds`, the first of so many `rows` if none was trained
         before.
@@ -165,7 +165,7 @@ class Clock:
             fitting = (60 * (self.minutes - used) / rows - before) / of_steps * progress.steps
             if needed > self.minutes:
                 raise NotJudgedError(
-                    f"{len(seeds)} seeds of {rows:g} variants would take about {needed:.1f} "
+                    f"What is left, {rows} times {len(seeds)} seeds, would take about {needed:.1f} "
                     "minutes here: give --minutes more"
                     + (f", or --training.steps at most {int(fitting)}." if fitting >= 1 else ".")
                 )

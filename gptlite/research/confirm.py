@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from gptlite.config import Config
 from gptlite.custom import with_custom
@@ -30,17 +31,16 @@ class Recalled:
         """All of them."""
         return [self.base[1], *([self.twin[1]] if self.twin else []), self.config]
 
-    def loaded(self, load: Callable[[Config], Config]) -> "Recalled":
-        """With all configs loaded."""
-        (base_name, base), twin = self.base, self.twin
-        twin = (twin[0], load(twin[1])) if twin else None
-        return Recalled(self.variant, (base_name, load(base)), twin, load(self.config))
-
 
 def recalled(
-    ledger: Ledger, name: str, custom: Sequence[str], corpus: str | None
+    ledger: Ledger,
+    name: str,
+    custom: Sequence[str],
+    corpus: str | None,
+    load: Callable[[Config], Config],
 ) -> list[Recalled]:
-    """The variants of a name, or the one of a checksum, the newest first.
+    """The variants of a name, or the one of a checksum, the newest first, with configs to which
+    `load` was applied. Those of which that cannot be done are left out, if any is left.
 
     **Raises:** `UserError` if there is none, or its custom blocks or its text are not named: a
     ledger may come from a stranger.
@@ -58,13 +58,22 @@ def recalled(
         except (KeyError, TypeError) as error:
             raise UserError(f"{ledger.path} has no config of {entry.name}: {error}.") from error
         config = with_custom(config, custom, read=True)
-        return with_corpus(config, corpus, f"The comparison {ledger.path.parent}")
+        return load(with_corpus(config, corpus, f"The comparison {ledger.path.parent}"))
 
     def named(checksum: str | None) -> tuple[str, Config]:
         entry = ledger.variants[str(checksum)]
         return entry.name, config(entry)
 
-    return [Recalled(v, named(v.base), named(v.twin) if v.twin else None, config(v)) for v in found]
+    kept, errors = [], []
+    for v in found:
+        try:
+            twin = named(v.twin) if v.twin else None
+            kept.append(Recalled(v, named(v.base), twin, config(v)))
+        except UserError as error:
+            errors.append(error)
+    if not kept:
+        raise errors[0]
+    return kept
 
 
 def enter_one(comparison: Comparison, candidates: Sequence[Recalled]) -> Variant:
@@ -72,29 +81,20 @@ def enter_one(comparison: Comparison, candidates: Sequence[Recalled]) -> Variant
 
     **Raises:** `UserError` if none is, or several are: beside several bases, for example.
     """
-    same, first = [], None
+    same, errors = [], []
     for one in candidates:
         try:
             _enter(comparison, one)
             same.append(one)
         except UserError as error:
-            first = first or error
+            errors.append(error)
     if not same:
-        assert first is not None
-        raise first
-    settings = [
-        {
-            f"{section}.{field}": value
-            for section, fields in dataclasses.asdict(one.config).items()
-            if section != "data"
-            for field, value in fields.items()
-        }
-        | {"equal": one.variant.equal}
-        for one in same
-    ]
-    differ = [name for name in settings[0] if any(x[name] != settings[0][name] for x in settings)]
+        raise errors[0]
+    settings = [_settings(one) for one in same]
+    names = dict.fromkeys(name for each in settings for name in each)
+    differ = [name for name in names if len({str(each.get(name)) for each in settings}) > 1]
     several = ", ".join(
-        f"{one.variant.variant} ({', '.join(f'{name} {x[name]}' for name in differ)})"
+        f"{one.variant.variant} ({', '.join(f'{n} {x[n]}' for n in differ if n in x)})"
         for one, x in zip(same, settings, strict=True)
     )
     require(
@@ -105,11 +105,29 @@ def enter_one(comparison: Comparison, candidates: Sequence[Recalled]) -> Variant
     return same[0].variant
 
 
+def _settings(one: Recalled) -> dict[str, Any]:
+    """What may differ between variants of one name."""
+    found = {}
+    for whose, config in (("", one.config), ("the base's ", one.base[1])):
+        for section in ("model", "optimizer", "training"):
+            for field, value in dataclasses.asdict(getattr(config, section)).items():
+                found[f"{whose}{section}.{field}"] = value
+    # What both have is told once.
+    found = {
+        name: value
+        for name, value in found.items()
+        if not name.startswith("the base's ") or found[name.removeprefix("the base's ")] != value
+    } | {"equal": one.variant.equal, "tuned": one.twin is not None}
+    return found
+
+
 def _enter(comparison: Comparison, one: Recalled) -> None:
     variant, (base_name, base) = one.variant, one.base
     twins = {variant.name: one.twin} if one.twin else {}
     configs = {base_name: base, variant.name: one.config}
-    comparison.enter(configs, variant.equal or "steps", again=False, twins=twins, known=True)
+    comparison.enter(
+        configs, variant.equal or "steps", again=False, twins=twins, known=variant.variant
+    )
 
 
 def train_and_confirm(

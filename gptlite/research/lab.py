@@ -9,6 +9,7 @@ uses the laboratory.
 """
 
 import contextlib
+import math
 import re
 import sys
 import time
@@ -43,8 +44,9 @@ class TryArguments:
     Ends with 0: better, 1: no such difference was found, 2: broken, 3: no verdict, for want of
     time or because another process uses the laboratory. The first try of a laboratory measures the
     machine, chooses the number of steps that fits into the minutes, and trains the base; later ones
-    train as many steps, and the base only from more seeds. All options of gptlite compare but
-    --vary may follow, such as --tune optimizer.learning_rate, --equal time and --json."""
+    train as many steps, and the base only where more seeds are needed. All options of gptlite
+    compare but --vary may follow, such as --tune optimizer.learning_rate, --equal time and --json.
+    """
 
     variant: Annotated[
         str,
@@ -98,7 +100,7 @@ def _judged(arguments: TryArguments, rest: list[str]) -> int:
     from gptlite.research.check_block import CheckError
     from gptlite.research.conduct import NotJudgedError
     from gptlite.research.report import words
-    from gptlite.research.statistics import NOT_TRAINED, TOO_FEW
+    from gptlite.research.statistics import FAILED, NOT_TRAINED, TOO_FEW
     from gptlite.scripts.compare import compare_variants
 
     began = time.perf_counter()
@@ -109,8 +111,7 @@ def _judged(arguments: TryArguments, rest: list[str]) -> int:
         except CheckError as error:
             log(str(error))
             return BROKEN
-        checked = ["--no-check-blocks"] if setting != arguments.variant else []
-        given = ["--vary", setting, "--name", arguments.name, *checked, *rest]
+        given = ["--vary", setting, "--name", arguments.name, *rest]
         minutes = arguments.minutes - (time.perf_counter() - began) / 60
         if not any(word.replace("_", "-").startswith("--training.steps") for word in rest):
             steps, evaluated = _steps(arguments.name, given, minutes)
@@ -122,7 +123,7 @@ def _judged(arguments: TryArguments, rest: list[str]) -> int:
     _, name = variants
     result = compare_variants(compared, variants)[name]
     said = words(result)
-    if said in (NOT_TRAINED, TOO_FEW) or said.startswith("the base"):
+    if said in (NOT_TRAINED, FAILED, TOO_FEW) or said.startswith("the base"):
         raise NotJudgedError(f"There is no verdict on {name}: {said}.")
     if said.startswith("diverged"):
         return BROKEN
@@ -185,7 +186,10 @@ def _steps(name: str, given: Sequence[str], minutes: float) -> tuple[int, int]:
         start, of_step = comparison.seconds_of(base, size)
         choice_tokens = comparison.choice_tokens
     points = compared.tune_points if compared.tune else 0
-    programs, groups = GROUPS + 2 * points, GROUPS + 2 * points * len(SEEDS) / size
+    # Seeds of all devices take as long as that of one.
+    devices = jax.device_count()
+    of_point = math.ceil(len(SEEDS) / devices) / math.ceil(size / devices)
+    programs, groups = GROUPS + 2 * points, GROUPS + 2 * points * of_point
     # An evaluation has no backward pass.
     evaluating = EVALUATIONS * choice_tokens / tokens_per_step(base) / 3 * of_step
     before = programs * start + groups * evaluating

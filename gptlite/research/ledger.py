@@ -54,7 +54,7 @@ def _require_plain(*texts: str) -> None:
 
 
 class Variant(Entry, tag="variant", frozen=True):
-    """A variant, with one config and one version of the code, before anything of it is trained."""
+    """A variant, with one config and one version of the code, before anything is known of it."""
 
     variant: Checksum
     """Of everything that decides what it learns."""

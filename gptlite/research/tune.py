@@ -15,7 +15,7 @@ from gptlite.errors import UserError, require
 from gptlite.machine.fields import annotations
 from gptlite.machine.progress import log
 from gptlite.research.comparison import Comparison
-from gptlite.research.conduct import GROUP, Clock, show
+from gptlite.research.conduct import Clock, NotJudgedError, show
 from gptlite.research.equal import Equal
 
 # The seeds that all points are trained from: others than those of comparisons.
@@ -92,7 +92,7 @@ def tune(
     whose values are not the base's: see `Variant.twin`.
 
     **Raises:** `UserError` if a value is out of its bounds, or a config diverges with all values;
-    `NotJudgedError` if the tuning and a group of seeds of all take longer than there is time.
+    `NotJudgedError` if that takes longer than there is time.
     """
     places = qmc.Halton(len(knobs), scramble=False).random(n_points + 1)[1:].tolist()
     # A mistake is found before anything is trained.
@@ -103,8 +103,7 @@ def tune(
     base_name, base = next(iter(configs.items()))
     best, twins, of_base = {}, {}, {}
     clock = clock or Clock(None)
-    # What is left, in points: those, and a group of seeds of base, base again and variants.
-    left = len(configs) * n_points + (len(configs) + 1) * GROUP / len(SEEDS)
+    left = len(configs) * n_points
     for name, config in configs.items():
         steps = config.training.steps
         if config is not base:
@@ -115,7 +114,11 @@ def tune(
         of_base = of_base or values
         if values != of_base:
             turned = {knob: values[knob.name] for knob in knobs}
-            twins[name] = (f"{base_name}, {_told(values)}", _turned(base, turned))
+            config = _turned(base, turned)
+            twin = f"{base_name}, {_told(values)}"
+            if any(name == twin and other != config for name, other in twins.values()):
+                twin = f"{base_name}, {_told(values, '.17g')}"  # rounded, it has another's name
+            twins[name] = (twin, config)
     return best, twins
 
 
@@ -143,7 +146,7 @@ def _best(
     steps: int,
     of: str,
     clock: Clock,
-    left: float,
+    left: int,
 ) -> Point:
     """The best of `points`, which are the first of what is `left` to be trained.
 
@@ -156,6 +159,8 @@ def _best(
         short = dataclasses.replace(config, training=training)
         losses = comparison.tuning_losses(short, SEEDS)
         if losses is None:
+            if not clock.has_time_for(what, len(SEEDS)):
+                raise NotJudgedError(f"The {clock.minutes:g} minutes are used up by the tuning.")
             running = comparison.train_to_tune(name, short, values, SEEDS, of)
             progress = show(what, clock.checked(what, running, SEEDS, left), len(SEEDS))
             losses = progress and progress.val_losses
@@ -170,8 +175,8 @@ def _best(
     return config, values
 
 
-def _told(values: dict[str, float]) -> str:
-    return ", ".join(f"{name} {value:.3g}" for name, value in values.items())
+def _told(values: dict[str, float], form: str = ".3g") -> str:
+    return ", ".join(f"{name} {value:{form}}" for name, value in values.items())
 
 
 def _turned(config: Config, values: dict[Knob, float]) -> Config:

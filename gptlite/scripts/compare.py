@@ -40,7 +40,7 @@ def compare_variants(
     from gptlite.machine.runtime import set_up_jax
     from gptlite.research.before_training import check_custom
     from gptlite.research.comparison import default_name
-    from gptlite.research.conduct import Clock, conduct
+    from gptlite.research.conduct import Clock, NotJudgedError, conduct
     from gptlite.research.report import records
     from gptlite.research.tune import parse_knob, tune
 
@@ -51,23 +51,28 @@ def compare_variants(
     folder = FOLDER / (arguments.name or default_name(arguments.base, base))
     with _printer(arguments.as_json) as print_line:
         with opened(folder, base.data, variants.values()) as comparison:
-            for model in dict.fromkeys(config.model for config in variants.values()):
-                if arguments.check_blocks and not comparison.knows(model):
-                    check_custom(model)
-            clock, equal = Clock(arguments.minutes), arguments.equal
+            # Tuning has speeds of its own.
+            tuning, clock = Clock(arguments.minutes), Clock(arguments.minutes)
+            equal = arguments.equal
             # A mistake in a variant is found before the first one is trained.
             variants = comparison.made_equal(variants, equal)
+            if arguments.check_blocks:
+                for model in dict.fromkeys(config.model for config in variants.values()):
+                    check_custom(model)
             twins = {}
             if knobs:
                 points = arguments.tune_points
-                variants, twins = tune(comparison, variants, knobs, points, equal, clock)
+                variants, twins = tune(comparison, variants, knobs, points, equal, tuning)
             comparison.enter(variants, equal, again=arguments.again, twins=twins)
             at_once = arguments.seeds_at_once
             failed = conduct(comparison, arguments.seeds, at_once, clock, early=arguments.early)
             _write(folder, comparison)
         for record in records(comparison.results()):
             print_line(json.dumps(record))
-    require(not failed, f"The training of {', '.join(failed)} failed: see above.")
+        broken = [name for name in failed if name in comparison.judged]
+        require(not broken, f"The training of {', '.join(broken)} failed: see above.")
+        if failed:
+            raise NotJudgedError(f"The training of {', '.join(failed)} failed: see above.")
     return {name: comparison.result(name) for name in comparison.names}
 
 
@@ -81,10 +86,14 @@ def _confirm(arguments: ConfirmArguments) -> None:
     folder = FOLDER / arguments.name
     path = folder / "ledger.jsonl"
     require(path.exists(), f"There is no comparison {folder}: there is no file {path}.")
-    candidates = recalled(Ledger(path), arguments.variant, arguments.custom, arguments.corpus)
+    ledger, name, custom = Ledger(path), arguments.variant, arguments.custom
+
+    def ready(config: Config) -> Config:
+        set_up_jax(min(config.training.cpu_devices, arguments.seeds))
+        return loaded(config)
+
+    candidates = recalled(ledger, name, custom, arguments.corpus, ready)
     _, base = candidates[0].base
-    set_up_jax(min(base.training.cpu_devices, arguments.seeds))
-    candidates = [one.loaded(loaded) for one in candidates]
     configs = [config for one in candidates for config in one.configs]
     with _printer(arguments.as_json) as print_line:
         with opened(folder, base.data, configs) as comparison:
@@ -165,6 +174,7 @@ def _write(folder: Path, comparison: "Comparison") -> None:
         write_atomically(folder / "table.txt", shown + "\n")
         written = "table.txt and table.csv are"
         try:
+            require(any(result.curves for result in results), "nothing was trained to its end.")
             save_picture(plots.comparison(results), folder / "comparison.png")
             written = "table.txt, table.csv and comparison.png are"
         except UserError as error:

@@ -157,6 +157,32 @@ def test_a_variant_that_was_tried_in_several_ways_is_named_by_its_checksum(train
     assert [look.variant for look in ledger().of(Confirming)] == [judged[0].variant]
 
 
+def test_another_base_is_told(trained):
+    words = "--name one --seeds 5 --vary model.norm=dyt --no-again"
+    for norm in ("rms", "layer"):
+        command(words, f"{SMALL} --model.norm {norm}")
+    with pytest.raises(
+        UserError,
+        match=r"\(the base's model\.norm layer\), \w{16} \(the base's model\.norm rms\)\.",
+    ):
+        command("confirm one norm=dyt --data.corpus text.txt")
+
+
+def test_an_edited_version_is_the_one_that_is_confirmed(trained):
+    """The checksum of the earlier one does not name it."""
+    words = "--name one --seeds 5 --vary model.mlp=lab_again.py:Again --no-again"
+    for factor in (2, 3):
+        Path("lab_again.py").write_text(BLOCK.format(name="Again", factor=factor))
+        command(words, SMALL)
+    earlier, edited = [v.variant for v in ledger().of(Variant) if v.level is not None]
+    text = "--data.corpus text.txt --custom lab_again.py"
+    with pytest.raises(UserError, match=r"is not as it was tried any more: lab_again\. Try it"):
+        command(f"confirm one {earlier} {text}")
+    assert not list(ledger().of(Confirming))
+    command(f"confirm one mlp=lab_again.py:Again {text}")
+    assert [look.variant for look in ledger().of(Confirming)] == [edited]
+
+
 def test_an_edit_that_was_undone_does_not_stand_in_the_way(trained, monkeypatch):
     """Though the edited version, with values of its own, was tried later."""
     block = Path("lab_tuned.py")

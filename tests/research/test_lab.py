@@ -66,7 +66,8 @@ def made_up(monkeypatch, tmp_path):
     report = SimpleNamespace(kind="layer")
     monkeypatch.setattr(comparison_module, "fit_seeds", fit_seeds)
     monkeypatch.setattr(speed, "fit_seeds", fit_seeds)
-    monkeypatch.setattr(check_block, "check_block", lambda *_, **__: report)
+    for module in (check_block, before_training):
+        monkeypatch.setattr(module, "check_block", lambda *_, **__: report)
     yield asked
     sys.modules.pop("lab_blocks", None)
 
@@ -173,7 +174,8 @@ def test_a_base_that_was_never_trained_fixes_no_steps(made_up, monkeypatch):
     assert len(list(ledger().of(Variant))) == 1
     made_up.clear()
     attempt("training.batch-size=8")
-    assert {n for _, n, _ in made_up} <= {660, 670}
+    (n,) = {n for _, n, _ in made_up}
+    assert n in (660, 670)
 
 
 def test_a_block_in_a_setting_is_checked_too(made_up, monkeypatch):
@@ -185,7 +187,7 @@ def test_a_block_in_a_setting_is_checked_too(made_up, monkeypatch):
     with pytest.raises(UserError, match=rf"mlp {block} is not trained\. causal: it sees the futu"):
         attempt(f"model.mlp={block}")
     assert not made_up
-    attempt(block)  # was checked by all laws
+    attempt(f"model.mlp={block}", "--no-check-blocks")
     assert made_up
 
 

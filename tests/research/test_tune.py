@@ -11,7 +11,7 @@ from conftest import TEXT, TINY
 from gptlite.cli import parse_comparison
 from gptlite.config import Config, TrainingConfig
 from gptlite.errors import UserError
-from gptlite.research import comparison as comparison_module, conduct, tune
+from gptlite.research import comparison as comparison_module, conduct
 from gptlite.research.comparison import Comparison
 from gptlite.research.conduct import NotJudgedError
 from gptlite.research.ledger import Confirmed, Ledger, Tuned, Variant
@@ -190,16 +190,48 @@ def test_minutes_are_for_the_tuning_too(trained, monkeypatch):
             yield SeedsProgress(step, 4, losses, 1.0)
 
     monkeypatch.setattr(comparison_module, "fit_seeds", slow)
-    monkeypatch.setattr(tune, "GROUP", 4)
     words = "--vary model.n-layers=2 --tune optimizer.learning_rate --tune-points 3 --minutes"
-    # 15 seconds before the first step is done, and 4 steps of 15 seconds: 6 points, and 4 seeds of
-    # three variants, which take as long as 6 points.
-    with pytest.raises(NotJudgedError, match=r"2 seeds of 12 variants .* 15\.0 minutes here"):
-        command(f"{words} 14.9")
+    # 15 seconds before the first step is done, and 4 steps of 15 seconds.
+    with pytest.raises(
+        NotJudgedError, match=r"6 times 2 seeds, would take about 7\.5 minutes here"
+    ):
+        command(f"{words} 7.4")
     assert not list(Ledger(Path("comparisons/one/ledger.jsonl")).of(Tuned))
     now[0] = 0.0
-    command(f"{words} 15.1")
+    # Each took a minute, and so do the base and the variant.
+    with pytest.raises(
+        NotJudgedError, match=r"2 times 5 seeds, would take about 8\.5 minutes here"
+    ):
+        command(f"{words} 8")
     assert len(list(Ledger(Path("comparisons/one/ledger.jsonl")).of(Tuned))) == 6
+
+
+def test_a_slow_variant_does_not_overrun_the_minutes(trained, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(conduct.time, "perf_counter", lambda: now[0])
+
+    def slow(config, tokenizer, seeds, split, **options):
+        for step in (1, 2, 3, 4):
+            now[0] += 15.0 * config.model.n_layers**3
+            losses = [2.0 + s % 9 / 10 for s in seeds] if step == 4 else None
+            yield SeedsProgress(step, 4, losses, 1.0)
+
+    monkeypatch.setattr(comparison_module, "fit_seeds", slow)
+    words = "--vary model.n-layers=2 --tune optimizer.learning_rate --tune-points 3 --minutes 8"
+    with pytest.raises(NotJudgedError, match="The 8 minutes are used up by the tuning"):
+        command(words)
+    assert len(list(Ledger(Path("comparisons/one/ledger.jsonl")).of(Tuned))) == 4
+    with pytest.raises(NotJudgedError, match=r"used up by the tuning|would take about"):
+        command(words)
+
+
+def test_values_that_are_printed_alike_are_different_bases(trained):
+    command(
+        "--vary model.n-layers=2 --vary model.n-layers=2+model.logit-cap=15 --tune-points 3 "
+        "--tune optimizer.learning_rate=0.0399,0.0401"
+    )
+    ledger = Ledger(Path("comparisons/one/ledger.jsonl"))
+    assert sum(v.level is not None for v in ledger.of(Variant)) == 2
 
 
 def test_a_twin_is_not_the_same_config_as_a_variant(trained):
