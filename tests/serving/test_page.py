@@ -389,7 +389,7 @@ def test_a_comparison_is_what_its_ledger_says(address, folder, monkeypatch):
         ("norm=layer (equal time)", "better", 6),
         (HOSTILE, "no difference found", 6),
         ("n-layers=9", "stopped at step 4 of 8, behind the base by 0.1000 ± 0.0200", 0),
-        ("n-layers=99", "not trained", 0),
+        ("n-layers=99", "failed", 0),
     ]
     assert rows[2]["evaluated_at"] == [4, 8]
     assert len(rows[2]["curves"]) == 6
