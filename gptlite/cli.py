@@ -299,7 +299,7 @@ class CompareArguments:
     does."""
 
     name: str | None = None
-    """The folder in comparisons/. Default: one for each preset and text."""
+    """The folder in comparisons/. Default: one for each preset and --data options."""
 
     custom: CustomFiles = ()
     """A file with custom blocks, which may be executed; may be given several times. Its classes may

@@ -31,7 +31,7 @@ from gptlite.inspect.flops import operations_per_token
 from gptlite.inspect.summary import activation_bytes
 from gptlite.machine.fields import settled
 from gptlite.machine.memory import free_memory
-from gptlite.machine.names import CUSTOM_FIELDS
+from gptlite.machine.names import CUSTOM_FIELDS, split_options
 from gptlite.machine.printed import printable
 from gptlite.machine.pytrees import count_parameters
 from gptlite.research.code import code_of
@@ -278,13 +278,16 @@ class Comparison:
                     return before.training
         return None
 
-    def seconds_of(self, config: Config, at_once: int) -> tuple[float, float]:
-        """Seconds before the first step of `at_once` seeds, and seconds of a step."""
+    def seconds_of(self, config: Config, n_seeds: int, at_once: int) -> tuple[float, float]:
+        """Seconds before the first step, and seconds of a step of `n_seeds`, of which `at_once` are
+        trained at the same time, or as many as fit into memory."""
+        at_once = min(n_seeds, at_once, self._that_fit(config))
         began = time.perf_counter()
         steps = seconds_per_step(config, self._tokenizer, self._split, at_once)
         next(steps)
         before = time.perf_counter() - began
-        return before, float(np.median([next(steps) for _ in range(MEASURED)]))
+        of_step = float(np.median([next(steps) for _ in range(MEASURED)]))
+        return before, math.ceil(n_seeds / at_once) * of_step
 
     def untuned(self, config: Config, base: Config, equal: Equal) -> str:
         """What a config is before it is tuned, beside its base."""
@@ -380,7 +383,7 @@ class Comparison:
         verdict = judge(base, own, entry.level, of_time, once=True)
         twin = by_variant.get(variant.twin or "", {})
         if twin:
-            verdict = of_both(verdict, judge(twin, own, entry.level, of_time, once=True))
+            verdict = of_both(verdict, twin, own, entry.level, of_time, once=True)
         mean, margin = finite([verdict.difference.mean, verdict.difference.margin])
         confirmed = Confirmed(
             variant=variant.variant,
@@ -547,11 +550,12 @@ class Comparison:
 def _settings(config: Config) -> dict[str, Any]:
     """Everything in a config that decides what is learned. A custom block's file is known by its
     checksum, wherever it lies."""
-    custom = {f"model.{name}" for name in CUSTOM_FIELDS}
-    return {
-        name: Path(value).name if name in custom else value
-        for name, value in settled(config, "comparison")
-    }
+    found = dict(settled(config, "comparison"))
+    for name in CUSTOM_FIELDS:
+        value = str(found[f"model.{name}"])
+        block = split_options(value)[0]  # an option may have slashes, too
+        found[f"model.{name}"] = Path(block).name + value[len(block) :]
+    return found
 
 
 def _checksum(of: Any) -> str:
@@ -559,6 +563,6 @@ def _checksum(of: Any) -> str:
 
 
 def default_name(base: str, config: Config) -> str:
-    """The name of a comparison: one for each preset and text, so that all that is tried with them
-    counts."""
+    """The name of a comparison: one for each preset and what the options say of the text, so that
+    all that is tried with them counts."""
     return f"{base}-{_checksum(str(config.data))[:6]}"

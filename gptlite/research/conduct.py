@@ -1,5 +1,6 @@
 """Training what a comparison lacks: one group of seeds after the other, until all is decided."""
 
+import math
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,7 @@ from gptlite.errors import UserError
 from gptlite.machine.printed import printable
 from gptlite.machine.progress import log, progress_bar
 from gptlite.research.comparison import Comparison
+from gptlite.research.ledger import NotWrittenError
 from gptlite.research.report import told
 from gptlite.research.results import Result
 from gptlite.research.seeds import SeedsProgress
@@ -53,7 +55,8 @@ def conduct(
     clock = clock or Clock(None)
     size = at_once or group_size(jax.device_count())
     base, *variants = comparison.names
-    left = [name for name in variants if not _is_done(comparison.result(name), early)]
+    # An interrupted command trained what it did not look at.
+    left = [name for name in variants if not _is_done(comparison.look(name), early)]
     failed: list[str] = []
     for first in range(0, n_seeds, size):
         if not set(left) & set(comparison.judged):
@@ -64,17 +67,22 @@ def conduct(
         for name, group in missing.items():
             if not clock.has_time_for(name, len(group)):
                 log(f"{name} gets no more seeds: the {clock.minutes:g} minutes are used up.")
+                for each in left:
+                    comparison.look(each)
                 return failed
             together = min(len(group), comparison.seeds_that_fit(name)) or 1
+            parts = rows * math.ceil(len(group) / together)
             try:
                 for i in range(0, len(group), together):
                     part = group[i : i + together]
-                    training = clock.checked(name, comparison.train(name, part, early), part, rows)
+                    training = comparison.train(name, part, early)
+                    training = clock.checked(name, training, part, parts)
                     show(name, training, len(part))
             except Exception as error:
-                if name == base or isinstance(error, UserError):
+                if name == base or isinstance(error, NotJudgedError | NotWrittenError):
                     raise
-                log(printable(traceback.format_exc()))
+                is_told = isinstance(error, UserError)
+                log(str(error) if is_told else printable(traceback.format_exc()))
                 log(f"{name} failed: it gets no more seeds.")
                 failed.append(name)
                 left.remove(name)

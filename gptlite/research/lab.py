@@ -183,7 +183,7 @@ def _steps(name: str, given: Sequence[str], minutes: float) -> tuple[int, int]:
         if (before := comparison.like_before(base)) is not None:
             return before.steps, before.eval_every
         size = group_size(jax.device_count())
-        start, of_step = comparison.seconds_of(base, size)
+        start, of_step = comparison.seconds_of(base, size, compared.seeds_at_once or size)
         choice_tokens = comparison.choice_tokens
     points = compared.tune_points if compared.tune else 0
     # Seeds of all devices take as long as that of one.

@@ -35,6 +35,10 @@ Loss = NotNegative | None
 """None: not finite, for which JSON has no number."""
 
 
+class NotWrittenError(UserError):
+    """The ledger cannot be written."""
+
+
 class Entry(msgspec.Struct, tag_field="entry", frozen=True):
     """A line."""
 
@@ -287,7 +291,7 @@ class Ledger:
     def append(self, entry: Kind) -> None:
         """Write `entry`, which fits the others.
 
-        **Raises:** `UserError` if it cannot be written.
+        **Raises:** `NotWrittenError`.
         """
         assert self._fits(entry)  # or the ledger could not be read again
         at = datetime.now(UTC).isoformat(timespec="seconds")
@@ -306,7 +310,7 @@ class Ledger:
             if self._end == 0:
                 sync(self.path.parent)
         except OSError as error:
-            raise UserError(f"{self.path} cannot be written: {error.strerror}.") from error
+            raise NotWrittenError(f"{self.path} cannot be written: {error.strerror}.") from error
         self._took(line, entry, at)
 
     def of(self, kind: type[E]) -> Iterator[E]:

@@ -10,7 +10,17 @@ import numpy as np
 from gptlite.research.equal import Equal
 from gptlite.research.ledger import Failed, Ledger, Variant
 from gptlite.research.speed import MISSED, tolerance
-from gptlite.research.statistics import FAILED, LEVEL, NOT_FOUND, Estimate, Verdict, judge, sequence
+from gptlite.research.statistics import (
+    FAILED,
+    LEVEL,
+    NEITHER,
+    NOT_TRAINED,
+    TOO_FEW,
+    Estimate,
+    Verdict,
+    judge,
+    sequence,
+)
 
 # The base once more, from other first parameters: what chance alone does.
 AGAIN = "base again"
@@ -58,7 +68,7 @@ def result_of(ledger: Ledger, variant: Variant, base: Variant, name: str = "") -
     verdict = judge(first.losses, result.losses, share, off)
     if (known := ledger.variants.get(variant.twin or "")) is not None:
         twin = _trained(ledger, known, "")
-        verdict = of_both(verdict, judge(twin.losses, result.losses, share, off))
+        verdict = of_both(verdict, twin.losses, result.losses, share, off)
     stopped = [
         run.stopped
         for run in ledger.runs[variant.variant]
@@ -71,18 +81,34 @@ def result_of(ledger: Ledger, variant: Variant, base: Variant, name: str = "") -
     return dataclasses.replace(result, verdict=verdict, is_stopped=bool(stopped))
 
 
-def of_both(verdict: Verdict, of_twin: Verdict) -> Verdict:
-    """The verdict of a variant that was tuned: it is better, or worse, than the base with the
-    base's own values and than the base with the variant's.
+def of_both(
+    verdict: Verdict,
+    twin: Mapping[int, float],
+    variant: Mapping[int, float],
+    level: float,
+    tolerance: float,
+    *,
+    once: bool = False,
+) -> Verdict:
+    """The verdict of a variant that was tuned, from that beside the base with the base's own values
+    and the losses of the base with the variant's, the twin: it is better, or worse, if it is so
+    beside both. See `judge`.
 
     Values that are chosen from few seeds are often not the best ones. Beside a base with better or
     worse ones alone, a variant without any effect would differ.
     """
+    if verdict.words == "better" and twin and not np.isfinite(list(twin.values())).any():
+        return verdict  # with these values, the base learns nothing at all
+    of_twin = judge(twin, variant, level, tolerance, once=once)
+    verdict = dataclasses.replace(verdict, found_from=max(verdict.found_from, of_twin.found_from))
     if verdict.words not in ("better", "worse") or of_twin.words == verdict.words:
         return verdict
-    words = NOT_FOUND if of_twin.words in ("better", "worse") else of_twin.words
-    smallest = max(verdict.found_from, of_twin.found_from)
-    return dataclasses.replace(verdict, words=words, found_from=smallest)
+    words = NEITHER
+    if of_twin.words in (NOT_TRAINED, TOO_FEW):
+        words = of_twin.words
+    elif any(not math.isfinite(loss) for loss in twin.values()):
+        words = of_twin.words.replace("the base", "the base with its values")
+    return dataclasses.replace(verdict, words=words)
 
 
 def results_of(
@@ -127,10 +153,11 @@ def missed_of(variant: Variant) -> float:
 def tolerance_of(ledger: Ledger, variant: Variant, base: Result) -> float:
     """The difference that a wrong number of steps may make, where a measured speed chose it."""
     speeds = ledger.speeds[variant.variant]
-    if not speeds or not base.curves:
+    curves = [curve for curve in base.curves.values() if np.isfinite(curve).all()]
+    if not speeds or not curves:
         return 0.0
     ratios = [ratio for speed in speeds for ratio in speed.ratios]
-    mean = np.mean(list(base.curves.values()), axis=0)
+    mean = np.mean(curves, axis=0)
     half = float(np.interp(base.steps / 2, base.evaluated_at, mean))
     late = [x for step, x in zip(base.evaluated_at, mean, strict=True) if step > base.steps / 2]
     # Its largest, because a curve may rise again.

@@ -59,13 +59,15 @@ class Verdict:
     @property
     def is_decided(self) -> bool:
         """Whether more seeds would be for nothing."""
-        return self.words not in (NOT_TRAINED, FAILED, TOO_FEW, NOT_FOUND)
+        return self.words not in (NOT_TRAINED, FAILED, TOO_FEW, NOT_FOUND, NEITHER)
 
 
 NOT_TRAINED = "not trained"
 FAILED = "failed"
 TOO_FEW = "too few seeds to tell"
 NOT_FOUND = "no difference found"
+# Of a variant that was tuned: see `of_both`.
+NEITHER = "neither better nor worse than both bases"
 # Also when more seeds are trained, most likely: it may be a setting that decides nothing here.
 SAME = "the losses are those of the base"
 

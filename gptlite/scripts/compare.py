@@ -42,6 +42,7 @@ def compare_variants(
     from gptlite.research.comparison import default_name
     from gptlite.research.conduct import Clock, NotJudgedError, conduct
     from gptlite.research.report import records
+    from gptlite.research.results import AGAIN
     from gptlite.research.tune import parse_knob, tune
 
     set_up_jax(min(arguments.config.training.cpu_devices, arguments.seeds))
@@ -71,7 +72,7 @@ def compare_variants(
             print_line(json.dumps(record))
         broken = [name for name in failed if name in comparison.judged]
         require(not broken, f"The training of {', '.join(broken)} failed: see above.")
-        if failed:
+        if set(failed) - {AGAIN}:
             raise NotJudgedError(f"The training of {', '.join(failed)} failed: see above.")
     return {name: comparison.result(name) for name in comparison.names}
 

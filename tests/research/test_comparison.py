@@ -16,7 +16,7 @@ from conftest import TEXT, TINY, refusal
 from gptlite.cli import parse_compare
 from gptlite.config import Config, DataConfig, TrainingConfig
 from gptlite.custom import load_custom
-from gptlite.errors import UserError
+from gptlite.errors import UserError, require
 from gptlite.research import (
     comparison as comparison_module,
     conduct as conduct_module,
@@ -25,7 +25,7 @@ from gptlite.research import (
 from gptlite.research.comparison import AGAIN_SEED, Comparison
 from gptlite.research.conduct import Clock, NotJudgedError, conduct
 from gptlite.research.equal import Equal
-from gptlite.research.ledger import Failed, Look, Runs, Variant
+from gptlite.research.ledger import Failed, Ledger, Look, NotWrittenError, Runs, Variant
 from gptlite.research.report import records, table, to_csv, words
 from gptlite.research.results import AGAIN, missed_of, tolerance_of
 from gptlite.research.seeds import SeedsProgress
@@ -220,6 +220,24 @@ def test_another_text_in_the_same_folder_is_refused(trained, tmp_path):
         entered(tmp_path, split=fewer)
 
 
+def test_an_option_of_a_block_may_have_slashes(tmp_path, monkeypatch):
+    """What follows the last one does not make two variants the same."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lab_paths.py").write_text(
+        "import equinox as eqx\nclass Mine(eqx.Module):\n"
+        "    def __init__(self, config, *, key, path: str = ''): pass\n"
+        "    def __call__(self, x): return x\n"
+    )
+    models = [
+        load_custom(dataclasses.replace(TINY, mlp=f"lab_paths.py:Mine:path={path}"))
+        for path in ("one/end", "two/end")
+    ]
+    blocks = [dataclasses.replace(BASE, model=model) for model in models]
+    comparison = entered(tmp_path, {"base": BASE} | dict(zip("ab", blocks, strict=True)))
+    a, b = (comparison.result(name).variant.variant for name in "ab")
+    assert a != b
+
+
 def test_what_decides_nothing_is_the_same_variant(trained, tmp_path):
     idle = dataclasses.replace(BASE.training, save_seconds=7, cpu_devices=1, log_every=2)
     run(entered(tmp_path), "base", [0])
@@ -287,6 +305,57 @@ def test_a_variant_that_fails_does_not_stop_the_others(trained, tmp_path, monkey
     other = entered(tmp_path, {"4": with_model(n_layers=4), "3": DEEPER})
     with pytest.raises(RuntimeError):
         conduct(other, 12)
+
+
+def test_a_variant_that_does_not_fit_into_memory_does_not_stop_the_others(
+    trained, tmp_path, monkeypatch, capsys
+):
+    fit_seeds, append = comparison_module.fit_seeds, Ledger.append
+
+    def fails(config, *args, **options):
+        require(config.model.n_layers != 4, "A training step takes 9 GiB.")
+        yield from fit_seeds(config, *args, **options)
+
+    monkeypatch.setattr(comparison_module, "fit_seeds", fails)
+    configs = {"base": BASE} | {str(n): with_model(n_layers=n) for n in (4, 3)}
+    comparison = entered(tmp_path, configs)
+    assert conduct(comparison, 6) == ["4"]
+    printed = capsys.readouterr().out
+    assert "\nA training step takes 9 GiB.\n4 failed" in printed
+    assert "Traceback" not in printed
+    assert [words(result) for result in comparison.results()] == ["", "failed", "better"]
+
+    # But nothing goes on if nothing can be written down.
+    def full(self, entry):
+        if isinstance(entry, Runs):
+            raise NotWrittenError("No space left.")
+        append(self, entry)
+
+    monkeypatch.setattr(Ledger, "append", full)
+    trained.clear()
+    with pytest.raises(NotWrittenError):
+        conduct(entered(tmp_path, {"base": BASE, "5": with_model(n_layers=5)}), 6)
+    assert [n_layers for n_layers, *_ in trained] == [5]
+
+
+def test_without_the_base_again_there_is_a_verdict(trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text(TEXT)
+    fit_seeds = comparison_module.fit_seeds
+
+    def fails(*args, drawn_from=()):
+        assert min(drawn_from) < AGAIN_SEED, "no luck"
+        yield from fit_seeds(*args, drawn_from=drawn_from)
+
+    monkeypatch.setattr(comparison_module, "fit_seeds", fails)
+    words = """--data.corpus text.txt --model.n-layers 1 --model.n-heads 2 --model.d-model 16
+        --model.context-length 16 --training.steps 4 --training.eval-every 4
+        --vary model.n-layers=3 --name one --json --seeds 5"""
+    compare(parse_compare(words.split()))
+    found = capsys.readouterr()
+    assert "base again failed: it gets no more seeds" in found.err
+    lines = [json.loads(line) for line in found.out.splitlines()]
+    assert [line["verdict"] for line in lines] == ["", "failed", "better"]
 
 
 def test_a_failure_is_said_at_the_end(trained, tmp_path, monkeypatch, capsys):
@@ -439,6 +508,12 @@ def test_minutes_bound_what_is_begun(trained, tmp_path, monkeypatch, capsys):
     assert [len(result.curves) for result in comparison.results()] == [10, 10]
     # What has been trained costs nothing.
     conduct(entered(tmp_path, configs), 10, at_once=5, clock=Clock(0.01))
+    # Parts of a group, which do not fit into memory together, are in the plan.
+    now[0] = 0.0
+    comparison = entered(tmp_path / "parts", configs)
+    monkeypatch.setattr(comparison, "seeds_that_fit", lambda name: 2)
+    with pytest.raises(NotJudgedError, match=r"6 times 2 seeds, .* 9\.0 minutes here"):
+        conduct(comparison, 20, at_once=5, clock=Clock(4.5))
 
     # What is known to take too long after its first seconds has not been tried.
     def slower(config, tokenizer, seeds, split, *, drawn_from=()):
@@ -451,6 +526,29 @@ def test_minutes_bound_what_is_begun(trained, tmp_path, monkeypatch, capsys):
     with pytest.raises(NotJudgedError, match=r"1 times 5 seeds, .* 2\.5 minutes here"):
         conduct(comparison, 10, at_once=5, clock=Clock(2.4))
     assert comparison.tried == 1
+
+
+def test_a_verdict_that_is_shown_is_in_the_ledger(trained, tmp_path, monkeypatch):
+    """Also where there was no time for all variants of a group, or a command was interrupted."""
+    now, configs = [0.0], BOTH | {"4": with_model(n_layers=4)}
+    monkeypatch.setattr(conduct_module.time, "perf_counter", lambda: now[0])
+    fit_seeds = comparison_module.fit_seeds
+
+    def slow(config, *args, **options):
+        for progress in fit_seeds(config, *args, **options):
+            now[0] += 30.0 if config.model.n_layers == 1 else 60.0
+            yield progress
+
+    monkeypatch.setattr(comparison_module, "fit_seeds", slow)
+    comparison = entered(tmp_path, configs)
+    conduct(comparison, 6, clock=Clock(4.6))
+    assert [len(result.curves) for result in comparison.results()] == [6, 6, 0]
+    assert [look.words for look in comparison.ledger.of(Look)] == ["better"]
+
+    run(comparison, "4", range(6))  # and here it was interrupted
+    conduct(entered(tmp_path, configs), 6)
+    looks = list(entered(tmp_path, configs).ledger.of(Look))
+    assert [look.words for look in looks] == ["better", "no difference found"]
 
 
 def test_other_numbers_of_tokens_are_said(trained, tmp_path, capsys):
@@ -510,6 +608,9 @@ def test_what_an_error_of_the_speed_may_make(trained, tmp_path, monkeypatch):
     usual = tolerance_of(ledger, variant, base)
     assert 0 < usual < math.inf
     assert tolerance_of(ledger, msgspec.structs.replace(variant, level=1e-5), base) == math.inf
+    # A seed that diverged says nothing of the slope.
+    diverged = dataclasses.replace(base, curves={**base.curves, 9: [3.0, math.nan]})
+    assert tolerance_of(ledger, variant, diverged) == usual
     # A curve that rises again: its largest change in the second half counts.
     rising = dataclasses.replace(
         base, evaluated_at=[2, 4, 6, 8], curves={0: [3.0, 2.0, 1.5, 1.9], 1: [3.0, 2.0, 1.5, 1.9]}

@@ -103,7 +103,7 @@ def test_a_lucky_choice_is_no_gain(trained, monkeypatch):
         ledger = Ledger(Path("comparisons/one/ledger.jsonl"))
         base, *others = results_of(ledger, next(ledger.of(Variant)))
         said = {result.variant.name: words(result) for result in others}
-        assert said.pop("n-layers=2") == "no difference found"
+        assert said.pop("n-layers=2") == "neither better nor worse than both bases"
         assert list(said.values()) == ["the base, with what was tuned for a variant"]
         # Against the base's own value alone, it would have been one.
         alone = judge(base.losses, others[-1].losses, 0.01).words
@@ -111,8 +111,37 @@ def test_a_lucky_choice_is_no_gain(trained, monkeypatch):
         # So says the confirmation.
         compare(parse_comparison(["confirm", "one", "n-layers=2", "--data.corpus", "text.txt"]))
         (confirmed,) = Ledger(ledger.path).of(Confirmed)
-        assert confirmed.words == "no difference found"
+        assert confirmed.words == "neither better nor worse than both bases"
         assert len(confirmed.twin_losses) == 12
+
+
+@pytest.mark.parametrize(
+    ("seeds", "said"),
+    [(12, "better"), (1, "the base with its values diverged (1 of 5 seeds)")],
+)
+def test_a_variant_may_be_better_because_it_does_not_diverge(trained, monkeypatch, seeds, said):
+    """With its values, the base learns nothing: that is no doubt of the gain. Where only some seeds
+    of the base diverge, those of the variant may have been lucky."""
+
+    def fit_seeds(config, tokenizer, seeds_, split, *, drawn_from=()):
+        rate, layers = config.optimizer.learning_rate, config.model.n_layers
+        off = abs(rate - (0.02 if layers == 1 else 0.04))
+        losses = [2 + s / 10 + 10 * off - layers + 0.001 * (s * layers % 3) for s in seeds_]
+        if layers == 1 and abs(rate - 0.04) < 0.001:
+            losses = [
+                math.nan if s % 12 < seeds else x for s, x in zip(seeds_, losses, strict=True)
+            ]
+        yield SeedsProgress(config.training.steps, config.training.steps, losses, 1.0)
+
+    monkeypatch.setattr(comparison_module, "fit_seeds", fit_seeds)
+    command("--vary model.n-layers=2 --tune optimizer.learning_rate --tune-points 7")
+    ledger = Ledger(Path("comparisons/one/ledger.jsonl"))
+    _, *others = results_of(ledger, next(ledger.of(Variant)))
+    (found,) = [words(result) for result in others if result.variant.name == "n-layers=2"]
+    assert found == said
+    compare(parse_comparison(["confirm", "one", "n-layers=2", "--data.corpus", "text.txt"]))
+    (confirmed,) = Ledger(ledger.path).of(Confirmed)
+    assert confirmed.words == said.replace("of 5", "of 12")
 
 
 def test_two_numbers_and_a_range(trained):
