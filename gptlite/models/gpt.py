@@ -25,9 +25,9 @@ class GPT(Transformer):
 
     From ids to the next token's logits at every position, for one sequence or for any batch.
 
-    Validation loss, nats per token: tied head +0.016 ± 0.008; without embeddings of earlier tokens
-    (`embed_previous`) +0.073 ± 0.009; with biases -0.002 ± 0.006; logits capped at 15 -0.003 ±
-    0.006 (benchmarks/blocks.md).
+    Loss, nats per token: tied head +0.015 ± 0.008; without embeddings of earlier tokens
+    (`embed_previous`) +0.077 ± 0.021; with biases -0.002 ± 0.008; logits capped at 15 +0.003 ±
+    0.005 (benchmarks/blocks.md).
     """
 
     head: Linear | None

@@ -57,8 +57,8 @@ class Heads(eqx.Module):
     Shazeer, 2019). `qk_norm` RMS-normalises queries and keys, which bounds the scores (Henry et
     al., 2020; Dehghani et al., 2023), with `qk_gain` with trained gains of channels.
 
-    Validation loss, nats per token: `n_kv_heads` 1 against 2, +0.002 ± 0.014; 2 against 4, +0.002 ±
-    0.011; without `qk_norm` -0.000 ± 0.008 (benchmarks/blocks.md).
+    Loss, nats per token: `n_kv_heads` 1 against 2, +0.002 ± 0.009; 2 against 4, +0.001 ±
+    0.009; without `qk_norm` +0.002 ± 0.006 (benchmarks/blocks.md).
     """
 
     query: Linear
@@ -154,7 +154,7 @@ class Attention(eqx.Module):
       and there is no window.
     - `dropout`: the share of the attention weights that is dropped in training.
 
-    Validation loss with a window of 64 in a context of 256, against none: -0.018 ± 0.009 nats per
+    Loss with a window of 64 in a context of 256, against none: -0.014 ± 0.011 nats per
     token (benchmarks/blocks.md).
     """
 

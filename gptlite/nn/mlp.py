@@ -45,8 +45,8 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 class MLP(eqx.Module):
     """`down(activation(up(x)))`.
 
-    Validation loss against ReLU², nats per token: GELU -0.001 ± 0.007, SiLU +0.014 ± 0.006, ReLU
-    +0.011 ± 0.006 (benchmarks/blocks.md).
+    Loss against ReLU², nats per token: GELU +0.001 ± 0.011, SiLU +0.019 ± 0.010, ReLU
+    +0.008 ± 0.009 (benchmarks/blocks.md).
     """
 
     up: Linear
@@ -77,8 +77,8 @@ class MLP(eqx.Module):
 class GatedMLP(eqx.Module):
     """`down(activation(gate(x)) · up(x))` (Shazeer, 2020, eq. 6): SwiGLU (SiLU), GEGLU (GELU).
 
-    Validation loss against a ReLU² MLP with as many parameters, nats per token: SwiGLU -0.015 ±
-    0.006, GEGLU -0.010 ± 0.008 (benchmarks/blocks.md).
+    Loss against a ReLU² MLP with as many parameters, nats per token: SwiGLU -0.013 ±
+    0.007, GEGLU -0.012 ± 0.011 (benchmarks/blocks.md).
     """
 
     gate: Linear

@@ -19,7 +19,7 @@ from gptlite.nn.variants.rotary_options import RotaryOptions
 class NoPositions(eqx.Module):
     """The identity. Only the causal mask then depends on the order of tokens (Haviv et al., 2022).
 
-    Validation loss against rotary: +0.112 ± 0.010 nats per token (benchmarks/blocks.md).
+    Loss against rotary: +0.121 ± 0.026 nats per token (benchmarks/blocks.md).
     """
 
     def __call__(
@@ -34,7 +34,7 @@ class Learned(eqx.Module):
     **Raises:** `ValueError` (while tracing) if a sequence goes beyond the context. (Where `start`
     is an array, a position beyond it is taken for the last.)
 
-    Validation loss against rotary: +0.230 ± 0.011 nats per token (benchmarks/blocks.md).
+    Loss against rotary: +0.248 ± 0.036 nats per token (benchmarks/blocks.md).
     """
 
     weight: Float[Array, "context d"]

@@ -13,7 +13,7 @@ from gptlite.nn.context import WHOLE_SEQUENCE, Context
 class SandwichNorm(eqx.Module):
     """`x + norm_out(branch(norm(x)))` (Ding et al., 2021, "CogView", section 2.4).
 
-    Validation loss against pre-norm: +0.032 ± 0.010 nats per token (benchmarks/blocks.md).
+    Loss against pre-norm: +0.038 ± 0.018 nats per token (benchmarks/blocks.md).
     """
 
     norm: Any
@@ -32,7 +32,7 @@ class ParallelBlock(eqx.Module):
     """`x + attention(norm(x)) + mlp(norm(x))`, with one norm for both (Wang and Komatsuzaki, 2021,
     "GPT-J"; Chowdhery et al., 2022, "PaLM", section 2). The parts are those of `Block`.
 
-    Validation loss against pre-norm: +0.008 ± 0.007 nats per token (benchmarks/blocks.md).
+    Loss against pre-norm: +0.017 ± 0.009 nats per token (benchmarks/blocks.md).
     """
 
     attention: Any

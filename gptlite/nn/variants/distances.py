@@ -23,7 +23,7 @@ class ALiBi(eqx.Module):
     """Subtracts `slope · distance` from the score of a key at that distance. The slope of head h,
     counted from 1, is `2^(-8h / n_heads)` (Press et al., 2022, section 3).
 
-    Validation loss against rotary: +0.052 ± 0.014 nats per token (benchmarks/blocks.md).
+    Loss against rotary: +0.055 ± 0.034 nats per token (benchmarks/blocks.md).
     """
 
     n_heads: int = eqx.field(static=True)
@@ -53,7 +53,7 @@ class RelativeBias(eqx.Module):
 
     **Raises:** `UserError` if `buckets` or `max_distance` is too small.
 
-    Validation loss against rotary: +0.066 ± 0.012 nats per token (benchmarks/blocks.md).
+    Loss against rotary: +0.081 ± 0.030 nats per token (benchmarks/blocks.md).
     """
 
     table: Embedding

@@ -11,7 +11,7 @@ class DyT(eqx.Module):
     """`weight · tanh(alpha x) + bias`, in place of a norm (Zhu et al., 2025, "Transformers without
     normalization", eq. 1). `alpha` is one trained number.
 
-    Validation loss against RMSNorm: +0.016 ± 0.011 nats per token (benchmarks/blocks.md).
+    Loss against RMSNorm: +0.020 ± 0.012 nats per token (benchmarks/blocks.md).
     """
 
     alpha: Float[Array, ""]

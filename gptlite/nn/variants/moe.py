@@ -44,8 +44,8 @@ class MoE(eqx.Module):
     columns of one wide MLP. Every expert computes every token, and the outputs of experts that were
     not picked are multiplied by 0. So a token costs as much as all experts together.
 
-    Validation loss of 4 experts, 2 per token, each half as wide as the MLP, against the MLP: +0.019
-    ± 0.006 nats per token (benchmarks/blocks.md).
+    Loss of 4 experts, 2 per token, each half as wide as the MLP, against the MLP: +0.021
+    ± 0.011 nats per token (benchmarks/blocks.md).
     """
 
     router: Linear

@@ -15,7 +15,7 @@ class Sinusoidal(eqx.Module):
 
     **Raises:** `ValueError` (while tracing) if `d` is odd.
 
-    Validation loss against rotary: +0.117 ± 0.016 nats per token (benchmarks/blocks.md).
+    Loss against rotary: +0.129 ± 0.040 nats per token (benchmarks/blocks.md).
     """
 
     def __call__(
