@@ -287,7 +287,7 @@ class Comparison:
         next(steps)
         before = time.perf_counter() - began
         of_step = float(np.median([next(steps) for _ in range(MEASURED)]))
-        return before, math.ceil(n_seeds / at_once) * of_step
+        return before, n_seeds / at_once * of_step
 
     def untuned(self, config: Config, base: Config, equal: Equal) -> str:
         """What a config is before it is tuned, beside its base."""

@@ -1,6 +1,5 @@
 """Training what a comparison lacks: one group of seeds after the other, until all is decided."""
 
-import math
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -71,12 +70,11 @@ def conduct(
                     comparison.look(each)
                 return failed
             together = min(len(group), comparison.seeds_that_fit(name)) or 1
-            parts = rows * math.ceil(len(group) / together)
             try:
                 for i in range(0, len(group), together):
                     part = group[i : i + together]
                     training = comparison.train(name, part, early)
-                    training = clock.checked(name, training, part, parts)
+                    training = clock.checked(name, training, part, rows, len(group))
                     show(name, training, len(part))
             except Exception as error:
                 if name == base or isinstance(error, NotJudgedError | NotWrittenError):
@@ -148,10 +146,15 @@ class Clock:
         return time.perf_counter() - self._began + seconds <= 60 * self.minutes
 
     def checked(
-        self, name: str, training: Iterator[SeedsProgress], seeds: Sequence[int], rows: int
+        self,
+        name: str,
+        training: Iterator[SeedsProgress],
+        seeds: Sequence[int],
+        rows: int,
+        n_seeds: int | None = None,
     ) -> Iterator[SeedsProgress]:
         """`training` of a variant from `seeds`, the first of so many `rows` if none was trained
-        before.
+        before. A row has `n_seeds`: not all of them may fit into memory together. None: `seeds`.
 
         **Raises:** `NotJudgedError` if all rows together would take longer than there is time.
         """
@@ -167,13 +170,15 @@ class Clock:
             is_known = True
             before = since - began
             of_steps = (now - since) / (progress.step - first.step) * progress.steps
+            n_seeds = n_seeds or len(seeds)
+            of_steps *= n_seeds / len(seeds)
             used = (began - self._began) / 60
             needed = used + rows * (before + of_steps) / 60
             assert self.minutes is not None
             fitting = (60 * (self.minutes - used) / rows - before) / of_steps * progress.steps
             if needed > self.minutes:
                 raise NotJudgedError(
-                    f"What is left, {rows} times {len(seeds)} seeds, would take about {needed:.1f} "
+                    f"What is left, {rows} times {n_seeds} seeds, would take about {needed:.1f} "
                     "minutes here: give --minutes more"
                     + (f", or --training.steps at most {int(fitting)}." if fitting >= 1 else ".")
                 )

@@ -182,8 +182,9 @@ def _steps(name: str, given: Sequence[str], minutes: float) -> tuple[int, int]:
     with opened(FOLDER / name, base.data, [base]) as comparison:
         if (before := comparison.like_before(base)) is not None:
             return before.steps, before.eval_every
-        size = group_size(jax.device_count())
-        start, of_step = comparison.seconds_of(base, size, compared.seeds_at_once or size)
+        size, asked = group_size(jax.device_count()), compared.seeds_at_once
+        size = max(size, min(asked or size, compared.seeds))
+        start, of_step = comparison.seconds_of(base, size, asked or size)
         choice_tokens = comparison.choice_tokens
     points = compared.tune_points if compared.tune else 0
     # Seeds of all devices take as long as that of one.

@@ -202,7 +202,7 @@ def reason(result: Result) -> str:
     difference = _with_margin(verdict.difference, "+")
     what = f"the interval of {verdict.seeds} differences, {difference} at the level "
     what += f"{verdict.level:.2g}, is {'' if is_beyond else 'not '}beyond {around}"
-    if is_beyond:
+    if is_beyond or not math.isfinite(verdict.found_from):
         return what
     return f"{what}; from {verdict.found_from:.4f} on, a difference would have been found"
 

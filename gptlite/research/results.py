@@ -97,7 +97,8 @@ def of_both(
     Values that are chosen from few seeds are often not the best ones. Beside a base with better or
     worse ones alone, a variant without any effect would differ.
     """
-    if verdict.words == "better" and twin and not np.isfinite(list(twin.values())).any():
+    common = [twin[seed] for seed in variant if seed in twin]
+    if verdict.words == "better" and len(common) == len(variant) and not np.isfinite(common).any():
         return verdict  # with these values, the base learns nothing at all
     of_twin = judge(twin, variant, level, tolerance, once=once)
     verdict = dataclasses.replace(verdict, found_from=max(verdict.found_from, of_twin.found_from))
@@ -106,7 +107,7 @@ def of_both(
     words = NEITHER
     if of_twin.words in (NOT_TRAINED, TOO_FEW):
         words = of_twin.words
-    elif any(not math.isfinite(loss) for loss in twin.values()):
+    elif not np.isfinite(common).all():
         words = of_twin.words.replace("the base", "the base with its values")
     return dataclasses.replace(verdict, words=words)
 

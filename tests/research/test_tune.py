@@ -16,9 +16,9 @@ from gptlite.research.comparison import Comparison
 from gptlite.research.conduct import NotJudgedError
 from gptlite.research.ledger import Confirmed, Ledger, Tuned, Variant
 from gptlite.research.report import words
-from gptlite.research.results import results_of
+from gptlite.research.results import of_both, results_of
 from gptlite.research.seeds import SeedsProgress
-from gptlite.research.statistics import judge
+from gptlite.research.statistics import NEITHER, judge
 from gptlite.research.tune import SEEDS, Knob, parse_knob
 from gptlite.runs.saved_config import config_of
 from gptlite.runs.tokenizers import make_tokenizer
@@ -142,6 +142,26 @@ def test_a_variant_may_be_better_because_it_does_not_diverge(trained, monkeypatc
     compare(parse_comparison(["confirm", "one", "n-layers=2", "--data.corpus", "text.txt"]))
     (confirmed,) = Ledger(ledger.path).of(Confirmed)
     assert confirmed.words == said.replace("of 5", "of 12")
+
+
+def test_only_seeds_of_the_variant_tell_what_the_second_base_does():
+    """It is trained first, so it may have more of them."""
+    base = {seed: 2.0 + seed / 10 for seed in range(6)}
+
+    def off(by: float) -> dict[int, float]:
+        return {seed: loss + by + 0.001 * (seed % 3) for seed, loss in base.items()}
+
+    variant, beyond = off(0.1), off(0.2) | {6: math.nan}
+    verdict = judge(base, variant, 0.05)
+    assert verdict.words == "worse"
+    assert of_both(verdict, beyond, variant, 0.05, 0.0).words == NEITHER
+    gain = off(-0.1)
+    verdict = judge(base, gain, 0.05)
+    assert verdict.words == "better"
+    assert of_both(verdict, {0: math.nan}, gain, 0.05, 0.0).words.endswith(
+        "diverged (1 of 1 seeds)"
+    )
+    assert of_both(verdict, dict.fromkeys(range(7), math.nan), gain, 0.05, 0.0).words == "better"
 
 
 def test_two_numbers_and_a_range(trained):
