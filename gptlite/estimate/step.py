@@ -57,8 +57,8 @@ def size_on_device(tree: Any) -> int:
 
 
 def abstract_batch(shape: tuple[int, ...], mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """The shape of batches of ids as `place_batches` places them, or of a number."""
-    spec = PartitionSpec(None, MESH_AXES["batch"]) if shape else PartitionSpec()
+    """The shape of batches of ids as `place_batches` places them, or of numbers."""
+    spec = PartitionSpec(None, MESH_AXES["batch"]) if len(shape) > 1 else PartitionSpec()
     return jax.ShapeDtypeStruct(shape, np.int32, sharding=NamedSharding(mesh, spec))
 
 
@@ -67,7 +67,7 @@ def lower_step(steps: TrainSteps, model: Any, context_length: int) -> jax.stages
     one, and the devices of the mesh need not be there."""
     state, static = eqx.partition(steps.abstract_state(model), is_array)
     windows = abstract_batch((1, steps.training.batch_size, context_length + 1), steps.mesh)
-    number = abstract_batch((), steps.mesh)
+    number, points = abstract_batch((), steps.mesh), abstract_batch((3,), steps.mesh)
 
     # Not `eqx.filter_jit`, for which a shape is no array.
     def run(data, state):
@@ -75,7 +75,7 @@ def lower_step(steps: TrainSteps, model: Any, context_length: int) -> jax.stages
 
     run = jax.jit(run, donate_argnums=1, compiler_options=steps.compiler_options)
     with jax.set_mesh(steps.mesh):
-        return run.lower((windows, number, number), state)
+        return run.lower((windows, number, points, number), state)
 
 
 def rows_at_once(steps: TrainSteps, tokens: int) -> int:

@@ -67,7 +67,7 @@ class BatchReader:
         return batch
 
     def _read_ahead(self, step: int, end: int) -> None:
-        steps = self._train_steps.training.steps
+        steps = self._train_steps.steps
         for ahead in range(step, max(end, min(step + self._depth, steps))):
             if ahead not in self._pending:
                 self._pending[ahead] = self._thread.submit(self._read, ahead)

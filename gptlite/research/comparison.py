@@ -491,7 +491,7 @@ class Comparison:
         model = abstract_model(config.model, self._tokenizer)
         trained = trainable(config, model)
         # For its errors: the optimizer may not fit what is trained.
-        make_optimizer(config.optimizer, config.training.steps, eqx.filter(model, trained))
+        make_optimizer(config.optimizer, eqx.filter(model, trained))
         training = config.training
         Batches(self._split.train, training.batch_size, config.model.context_length, 0)
         common, code = None if base is None else equal, code_of(config.model)

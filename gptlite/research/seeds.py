@@ -66,11 +66,12 @@ class SeedsSteps(TrainSteps):
         return self._put(TrainState(model, optimizer_state, steps))
 
     def place(self, batches: Any, count: int) -> Any:
-        return self._put(jax.tree.map(jnp.asarray, batches), None), jnp.asarray(count), self._seeds
+        batches = self._put(jax.tree.map(jnp.asarray, batches), None)
+        return batches, *self._numbers(count), self._seeds
 
-    def update(self, state: TrainState, batches: Any, count: Any, seed: Any) -> Any:
-        update = eqx.filter_vmap(super().update, in_axes=(eqx.if_array(0), 1, None, 0))
-        return update(state, batches, count, seed)
+    def update(self, state: TrainState, batches: Any, count: Any, points: Any, seed: Any) -> Any:
+        update = eqx.filter_vmap(super().update, in_axes=(eqx.if_array(0), 1, None, None, 0))
+        return update(state, batches, count, points, seed)
 
 
 @eqx.filter_jit

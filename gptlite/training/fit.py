@@ -94,7 +94,7 @@ def fit(
     start: Position | None = None,
     stop_on_nonfinite: bool | None = None,
 ) -> Iterator[Progress]:
-    """Train `state` up to `training.steps`, and yield after every dispatch of steps.
+    """Train `state` up to `train_steps.steps`, and yield after every dispatch of steps.
 
     The steps are compiled before this returns, unless they already are.
 
@@ -130,8 +130,8 @@ def fit(
         losses, per_dispatch = list(start.losses), 1
         step, skipped, step_seconds = start.step, start.skipped, start.step_seconds
         with contextlib.closing(read):
-            while step < training.steps:
-                next_log_step = _next_log_step(step, training)
+            while step < train_steps.steps:
+                next_log_step = _next_log_step(step, training, train_steps.steps)
                 count = min(per_dispatch, next_log_step - step)
                 batches = read(step, count)
                 began = time.perf_counter()
@@ -143,7 +143,7 @@ def fit(
                 (per_dispatch,) = max_over_processes(per_dispatch)  # the same in all processes
                 step_seconds += seconds
                 if stops and not metrics.finite.all():
-                    raise _diverged(metrics, step, skipped, batches, train_steps)
+                    raise _diverged(metrics, step, batches, train_steps)
                 losses += metrics.loss[metrics.finite].tolist()
                 skipped += int((~metrics.finite).sum(axis=-1).max())
                 step += count
@@ -155,11 +155,10 @@ def fit(
                     position=Position(step, pending, skipped, step_seconds),
                     train_loss=float(np.mean(losses)) if losses else None,
                     grad_norm=norm if math.isfinite(norm) else None,
-                    # The schedule counts updates.
-                    learning_rate=train_steps.learning_rate(max(0, step - skipped - 1)),
+                    learning_rate=train_steps.learning_rate(step - 1),
                     steps_per_second=count / seconds,
                     log_due=log_due,
-                    evaluation_due=step % training.eval_every == 0 or step == training.steps,
+                    evaluation_due=step % training.eval_every == 0 or step == train_steps.steps,
                 )
                 if log_due:
                     losses = []
@@ -168,7 +167,7 @@ def fit(
 
 
 def _diverged(
-    metrics: StepMetrics, step: int, skipped: int, batches: PyTree, train_steps: TrainSteps
+    metrics: StepMetrics, step: int, batches: PyTree, train_steps: TrainSteps
 ) -> DivergenceError:
     """The error for the first step after `step` that is not finite."""
     bad = int(np.argmin(np.atleast_2d(np.asarray(metrics.finite)).all(axis=0)))
@@ -176,7 +175,7 @@ def _diverged(
         "step": step + bad + 1,
         "loss": float(metrics.loss[..., bad].mean()),
         "grad_norm": float(metrics.grad_norm[..., bad].mean()),
-        "learning_rate": train_steps.learning_rate(step + bad - skipped),
+        "learning_rate": train_steps.learning_rate(step + bad),
     }
     at = jax.tree.map(lambda x: x[bad : bad + 1], batches)
     # Each of several processes has read its own rows.
@@ -184,9 +183,9 @@ def _diverged(
     return DivergenceError(report, jax.tree.map(operator.itemgetter(0), all_rows))
 
 
-def _next_log_step(step: int, training: TrainingConfig) -> int:
+def _next_log_step(step: int, training: TrainingConfig, steps: int) -> int:
     """The first step after `step` with a line of metrics, wherever the run was resumed."""
     since_evaluation = step % training.eval_every
     lines = since_evaluation // training.log_every + 1
     end = step - since_evaluation + min(lines * training.log_every, training.eval_every)
-    return min(end, training.steps)
+    return min(end, steps)

@@ -1,13 +1,13 @@
 """From the config to an optax optimizer."""
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from gptlite.config import OptimizerConfig
 from gptlite.errors import require
@@ -20,56 +20,53 @@ from gptlite.training.muon import scale_by_orthogonalization
 MUON_MOMENTUM = 0.95
 
 
-def make_schedule(config: OptimizerConfig, steps: int) -> Callable[[ArrayLike], Float[Array, ""]]:
-    """The learning rate of each step as a share of its peak, in 0 to 1."""
+def schedule_points(config: OptimizerConfig, steps: int) -> Int[np.ndarray, "3"]:
+    """The steps at which the schedule of a run of `steps` steps changes: where warm-up ends, where
+    the fall begins, and where it ends. An argument of `peak_share`, so that a run of another length
+    is the same program."""
     warmup = round(config.warmup_fraction * steps)
     rest = max(1, steps - warmup)
     # The last step is at the end of the decay; a step at 0 would change nothing.
-    final, last = config.final_fraction, 1 if config.final_fraction > 0 else 0
+    last = 1 if config.final_fraction > 0 else 0
+    decay = round(config.decay_fraction * steps) if config.schedule == "wsd" else rest
+    decay = max(1, decay - last)
+    begin = warmup + max(0, rest - last - decay)
+    return np.array([warmup, begin, begin + decay], np.int32)
+
+
+def peak_share(
+    config: OptimizerConfig, step: ArrayLike, points: Int[ArrayLike, "3"]
+) -> Float[Array, ""]:
+    """The learning rate of a step, counted from 0, as a share of its peak, in 0 to 1."""
+    warmup, begin, end = jnp.asarray(points, jnp.float32)
+    step, final = jnp.asarray(step, jnp.float32), config.final_fraction
+    fallen = jnp.clip((step - begin) / (end - begin), 0.0, 1.0)
     if config.schedule == "cosine":
-        after = optax.cosine_decay_schedule(1.0, max(1, rest - last), alpha=final)
-    elif config.schedule == "linear":
-        after = optax.linear_schedule(1.0, final, max(1, rest - last))
+        after = final + (1.0 - final) * (1.0 + jnp.cos(jnp.pi * fallen)) / 2
     elif config.schedule == "constant":
-        after = optax.constant_schedule(1.0)
+        after = jnp.ones(())
     elif config.schedule == "noam":
-        after = functools.partial(_inverse_sqrt, warmup + 1)
+        after = jnp.sqrt((warmup + 1.0) / (step + 1.0))
     else:
-        decay = max(1, round(config.decay_fraction * steps) - last)
-        begin = max(0, rest - last - decay)
-        after = optax.linear_schedule(1.0, final, decay, transition_begin=begin)
-    if warmup > 0:
-        # From 1 / (warmup + 1): a first step at 0 would change nothing.
-        rise = optax.linear_schedule(1.0 / (warmup + 1), 1.0, warmup)
-        after = optax.join_schedules([rise, after], [warmup])
-    return lambda step: jnp.asarray(after(step), jnp.float32)
+        after = 1.0 - (1.0 - final) * fallen
+    # From 1 / (warmup + 1): a first step at 0 would change nothing.
+    return jnp.where(step < warmup, (step + 1.0) / (warmup + 1.0), after)
 
 
-def _inverse_sqrt(warmup_steps: int, step: ArrayLike) -> Array:
-    """`sqrt(warmup_steps / (warmup_steps + step))`: 1 at the end of warm-up."""
-    return jnp.sqrt(warmup_steps / (warmup_steps + jnp.asarray(step)))
-
-
-def make_optimizer(
-    config: OptimizerConfig, steps: int, params: PyTree
-) -> optax.GradientTransformation:
-    """The optimizer of a run of `steps` steps on `params`, the trainable part of a model.
+def make_optimizer(config: OptimizerConfig, params: PyTree) -> optax.GradientTransformation:
+    """The optimizer of `params`, the trainable part of a model. Its updates are those at the peak
+    of the learning rate, of which `peak_share` is the share of a step.
 
     muon: Jordan et al., 2024, on the matrices of the blocks; AdamW (Loshchilov and Hutter, 2019)
     on all other parameters. Weight decay acts on what has two axes or more in a layer.
 
     **Raises:** `UserError` if there is no matrix for muon.
     """
-    schedule = make_schedule(config, steps)
-
-    def rate(peak: float) -> Callable[[ArrayLike], Array]:
-        return lambda step: peak * schedule(step)
-
     in_stack, in_table = inside(params, Stack), inside(params, Embedding)
     decayed = jax.tree.map(lambda p, stacked: p.ndim - stacked >= 2, params, in_stack)
     if config.name == "adamw":
         optimizer = optax.adamw(
-            rate(config.learning_rate),
+            config.learning_rate,
             b1=config.beta1,
             b2=config.beta2,
             weight_decay=config.weight_decay,
@@ -94,7 +91,7 @@ def make_optimizer(
         )
         adam = functools.partial(
             optax.adamw,
-            rate(config.adam_learning_rate),
+            config.adam_learning_rate,
             b1=config.beta1,
             b2=config.beta2,
         )
@@ -102,7 +99,7 @@ def make_optimizer(
             optax.trace(MUON_MOMENTUM, nesterov=True),
             scale_by_orthogonalization(),
             optax.add_decayed_weights(config.weight_decay),
-            optax.scale_by_learning_rate(rate(config.learning_rate)),
+            optax.scale_by_learning_rate(config.learning_rate),
         )
         optimizer = optax.partition(
             {

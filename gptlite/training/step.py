@@ -27,7 +27,7 @@ from gptlite.nn.kernels.rows import default_parts, mean_by_rows, n_row_shards
 from gptlite.nn.stack import Stack, unstacked
 from gptlite.sharding import constrain, constrain_parameters, targets_nvidia
 from gptlite.training.loss import window_losses
-from gptlite.training.optimizer import make_optimizer, make_schedule
+from gptlite.training.optimizer import make_optimizer, peak_share, schedule_points
 
 T = TypeVar("T")
 
@@ -103,9 +103,9 @@ class TrainSteps:
         """Which parameters are trained."""
         params = eqx.filter(model, trainable)
         require_float32(params)
-        self._optimizer = make_optimizer(optimizer, training.steps, params)
-        self._schedule = make_schedule(optimizer, training.steps)
-        self._peak = optimizer.learning_rate
+        self._optimizer, self._settings = make_optimizer(optimizer, params), optimizer
+        self.steps = training.steps
+        """The steps of the run, which may change while it is trained."""
         self.rows = local_rows(mesh, training.batch_size)
         """Which rows of a batch this process reads: all, if it is the only one."""
         self.batch_shape: tuple[int, ...] = (len(self.rows),)
@@ -158,10 +158,14 @@ class TrainSteps:
         with jax.set_mesh(self.mesh):
             return self._run(self.place(batches, count), state)
 
-    def place(self, batches: PyTree, count: int) -> tuple[PyTree, Array, Array]:
-        """The arguments of `update` besides the state, on the devices."""
-        seed = jnp.asarray(self.training.seed, jnp.int32)  # an argument: a new one compiles nothing
-        return place_batches(batches, self.mesh), jnp.asarray(count), seed
+    def place(self, batches: PyTree, count: int) -> tuple[PyTree, Array, Array, Array]:
+        """The arguments of `update` besides the state, on the devices. With another seed, or for
+        another number of steps, nothing is compiled anew."""
+        seed = jnp.asarray(self.training.seed, jnp.int32)
+        return place_batches(batches, self.mesh), *self._numbers(count), seed
+
+    def _numbers(self, count: int) -> tuple[Array, Array]:
+        return jnp.asarray(count), jnp.asarray(schedule_points(self._settings, self.steps))
 
     def capacity(self, batch: PyTree) -> int:
         """The most steps of a call, with batches like this one: those between two lines of metrics,
@@ -188,22 +192,25 @@ class TrainSteps:
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of update `step`, counted from 0 (with muon: of the matrices)."""
-        return self._peak * float(self._schedule(step))
+        points = schedule_points(self._settings, self.steps)
+        return self._settings.learning_rate * float(peak_share(self._settings, step, points))
 
     def update(
         self,
         state: TrainState,
         batches: PyTree[Shaped[Array, "steps batch ..."]],
         count: Int[Array, ""],
+        points: Int[Array, "3"],
         seed: Int[Array, ""],
     ) -> tuple[TrainState, StepMetrics]:
-        """To be compiled: the state after the first `count` of `batches`, and the reports."""
+        """To be compiled: the state after the first `count` of `batches`, and the reports.
+        `points`: see `schedule_points`."""
         arrays, static = eqx.partition(state, eqx.is_array)
 
         def body(i, carry):
             arrays, metrics = carry
             batch = jax.tree.map(lambda batch: batch[i], batches)
-            state, new = self._step(eqx.combine(arrays, static), batch, seed)
+            state, new = self._step(eqx.combine(arrays, static), batch, points, seed)
             metrics = jax.tree.map(lambda seen, now: seen.at[i].set(now), metrics, new)
             return eqx.filter(constrain_parameters(state), eqx.is_array), metrics
 
@@ -213,7 +220,11 @@ class TrainSteps:
         return constrain_parameters(eqx.combine(arrays, static)), metrics
 
     def _step(
-        self, state: TrainState, batch: PyTree[Shaped[Array, "batch ..."]], seed: Int[Array, ""]
+        self,
+        state: TrainState,
+        batch: PyTree[Shaped[Array, "batch ..."]],
+        points: Int[Array, "3"],
+        seed: Int[Array, ""],
     ) -> tuple[TrainState, StepMetrics]:
         # The third key: `TrainingRun` draws the model and the samples from the first two. (Key i of
         # a split is `fold_in(key, i)`.)
@@ -223,6 +234,8 @@ class TrainSteps:
         grads = constrain_parameters(grads)
         params = eqx.filter(state.model, self.trainable)
         updates, optimizer_state = self._optimizer.update(grads, state.optimizer_state, params)
+        share = peak_share(self._settings, state.step, points)
+        updates = jax.tree.map(lambda update: share * update, updates)
         model = eqx.apply_updates(state.model, constrain_parameters(updates))
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)

@@ -105,7 +105,7 @@ def test_parts_of_a_hybrid_are_named_and_counted():
 
 def test_muon_is_for_the_matrices_of_both_kinds():
     params = eqx.filter(tiny_model(n_layers=4, **HYBRID), eqx.is_array)
-    optimizer = make_optimizer(OptimizerConfig(learning_rate=1.0), 10, params)
+    optimizer = make_optimizer(OptimizerConfig(learning_rate=1.0), params)
     step = functools.partial(jax.jit(optimizer.update), state=optimizer.init(params))
     updates, _ = step(params, params=params)
     blocks = updates.stack.blocks

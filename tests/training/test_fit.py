@@ -235,6 +235,25 @@ def test_fit_continues_from_a_position(finished, monkeypatch):
         np.testing.assert_array_equal(a, b)
 
 
+def test_the_number_of_steps_may_change_on_the_way(finished):
+    """As if the run had been resumed with another number of them."""
+    train_steps = steps_of(CONFIG)
+    at, state, arrays = Position(), train_steps.init(new_model()), []
+    for progress in fit(state, train_steps, batches_of(CONFIG)):
+        if progress.step == 25:
+            at, state = progress.position, jax.tree.map(copied, progress.state)
+            train_steps.steps = 40
+        arrays = arrays_of(progress.state)
+        assert progress.evaluation_due == (progress.step in (25, 40))
+    assert progress.step == 40
+    shorter = dataclasses.replace(CONFIG.training, steps=40)
+    resumed = steps_of(dataclasses.replace(CONFIG, training=shorter))
+    *_, last = fit(state, resumed, batches_of(CONFIG), start=at)
+    for a, b, longer in zip(arrays, arrays_of(last.state), finished[1], strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert np.any(a != longer)
+
+
 def copied(x):
     return x.copy() if eqx.is_array(x) else x
 

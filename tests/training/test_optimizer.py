@@ -9,7 +9,7 @@ from conftest import tiny_model
 
 from gptlite.config import OptimizerConfig
 from gptlite.errors import UserError
-from gptlite.training.optimizer import make_optimizer, make_schedule
+from gptlite.training.optimizer import make_optimizer, peak_share, schedule_points
 
 PLAIN = OptimizerConfig(warmup_fraction=0.1, decay_fraction=0.4, final_fraction=0.25)
 
@@ -31,7 +31,7 @@ def test_a_state_in_bfloat16_costs_its_rounding_and_halves_the_memory(name):
     found, states = [], []
     for dtype in ("float32", "bfloat16"):
         config = OptimizerConfig(name=name, state_dtype=dtype)
-        optimizer = make_optimizer(config, 10, params)
+        optimizer = make_optimizer(config, params)
         state = jax.jit(optimizer.init)(params)
         for step in range(3):
             updates, state = jax.jit(optimizer.update)(gradient(step), state, params)
@@ -48,9 +48,14 @@ def test_a_state_in_bfloat16_costs_its_rounding_and_halves_the_memory(name):
         OptimizerConfig(name=name, state_dtype="bfloat16", beta2=0.999)
 
 
+def shares(config: OptimizerConfig, steps: int) -> np.ndarray:
+    """Those of the steps from the first to the one after the last."""
+    points = schedule_points(config, steps)
+    return np.array([float(peak_share(config, step, points)) for step in range(steps + 1)])
+
+
 def curve(schedule: str, **changes) -> np.ndarray:
-    config = dataclasses.replace(PLAIN, schedule=schedule, **changes)
-    return np.array([float(make_schedule(config, 100)(step)) for step in range(101)])
+    return shares(dataclasses.replace(PLAIN, schedule=schedule, **changes), 100)
 
 
 def test_noam_matches_the_paper():
@@ -58,7 +63,7 @@ def test_noam_matches_the_paper():
     config = dataclasses.replace(PLAIN, schedule="noam", warmup_fraction=0.09)
     warmup, step = 10, np.arange(1, 101)
     paper = np.minimum(step**-0.5, step * warmup**-1.5)
-    ours = [float(make_schedule(config, 100)(step)) for step in range(100)]
+    ours = shares(config, 100)[:100]
     np.testing.assert_allclose(ours, paper / paper.max(), rtol=1e-5)
 
 
@@ -77,7 +82,7 @@ def test_schedules_rise_to_the_peak_and_end_where_they_should(schedule):
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
 def test_the_last_of_a_few_steps_is_at_the_final_fraction(schedule):
     config = OptimizerConfig(schedule=schedule, final_fraction=0.1)
-    factors = [float(make_schedule(config, 10)(step)) for step in range(10)]
+    factors = shares(config, 10)[:10]
     assert factors[0] == 1.0
     np.testing.assert_allclose(factors[-1], 0.1, rtol=1e-5)
 
@@ -85,7 +90,7 @@ def test_the_last_of_a_few_steps_is_at_the_final_fraction(schedule):
 @pytest.mark.parametrize("fraction", [0.0, 0.001, 0.2])
 def test_a_decay_of_a_step_ends_at_the_final_fraction(fraction):
     config = OptimizerConfig(schedule="wsd", decay_fraction=fraction, final_fraction=0.1)
-    rates = [float(make_schedule(config, 100)(step)) for step in range(100)]
+    rates = shares(config, 100)[:100]
     assert rates[-1] == pytest.approx(0.1)
     assert rates[78] == pytest.approx(1.0)
 
@@ -104,7 +109,7 @@ def test_without_warm_up_the_first_step_is_at_the_peak():
 def test_a_run_of_one_step_has_a_learning_rate():
     for schedule in ("cosine", "linear", "constant", "wsd"):
         config = dataclasses.replace(PLAIN, schedule=schedule)
-        assert 0 < float(make_schedule(config, 1)(0)) <= 1
+        assert 0 < shares(config, 1)[0] <= 1
 
 
 def named(model):
@@ -115,7 +120,7 @@ def named(model):
 def one_update(config, grads_of=lambda params: jax.tree.map(jnp.zeros_like, params)):
     model = tiny_model(n_layers=2, norm="layer", bias=True, positions="learned")
     params = eqx.filter(model, eqx.is_inexact_array)
-    optimizer = make_optimizer(config, 10, params)
+    optimizer = make_optimizer(config, params)
     state = jax.jit(optimizer.init)(params)
     updates, _ = jax.jit(optimizer.update)(grads_of(params), state, params)
     return named(params), named(updates)
@@ -193,7 +198,7 @@ def test_tables_and_gains_inside_the_blocks_are_left_to_adam():
     model = tiny_model(positions="relative", mlp="moe", norm="dyt")
     config = dataclasses.replace(PLAIN, name="muon", learning_rate=0.0, adam_learning_rate=1.0)
     params = eqx.filter(model, eqx.is_inexact_array)
-    optimizer = make_optimizer(config, 10, params)
+    optimizer = make_optimizer(config, params)
     updates, _ = jax.jit(optimizer.update)(
         jax.tree.map(jnp.ones_like, params), jax.jit(optimizer.init)(params), params
     )

@@ -5,6 +5,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from conftest import TINY, VOCAB, tiny_model
 
@@ -12,6 +13,7 @@ from gptlite.config import OptimizerConfig, TrainingConfig
 from gptlite.errors import UserError
 from gptlite.estimate.step import rows_at_once
 from gptlite.machine.mesh import make_mesh
+from gptlite.machine.pytrees import path_name
 from gptlite.models.gpt import GPT
 from gptlite.nn.kernels import head as head_module, rows as rows_module
 from gptlite.training.loss import window_losses
@@ -259,17 +261,43 @@ def test_a_dispatch_of_no_steps_changes_nothing():
     trees_close(eqx.filter(state.model, eqx.is_array), eqx.filter(model, eqx.is_array), 0.0)
 
 
-def test_one_program_serves_all_dispatches(caplog):
+def test_one_program_serves_all_dispatches_of_runs_of_all_lengths(caplog):
     """Also for parameters of JAX's weak types, as `jnp.full(d, 1.0)` makes them."""
     model = eqx.tree_at(lambda m: m.norm.weight, tiny_model(), jnp.full(TINY.d_model, 1.0))
     assert model.norm.weight.weak_type
     train_steps = steps_of(model)
     state = train_steps.init(model)
     with jax.log_compiles():
-        for count in (0, 5, 2):
+        for count, train_steps.steps in ((0, 10), (5, 10), (2, 300)):
             state, _ = train_steps(state, BATCHES, count)
     compiled = [line for line in caplog.messages if "Finished XLA compilation of jit(run)" in line]
     assert len(compiled) == 1
+
+
+def test_an_update_is_that_of_optax_with_its_schedule():
+    """The share of the peak is a factor of the whole update, with its weight decay."""
+    optimizer = OptimizerConfig(
+        name="adamw", schedule="linear", warmup_fraction=0.2, weight_decay=0.1, beta2=0.99
+    )
+    train_steps = steps_of(tiny_model(), optimizer)
+    state, _ = train_steps(train_steps.init(tiny_model()), BATCHES, 5)
+    rise = optax.linear_schedule(0.02 / 3, 0.02, 2)
+    schedule = optax.join_schedules([rise, optax.linear_schedule(0.02, 0.0, 8)], [2])
+    reference = optax.adamw(
+        schedule,
+        b2=0.99,
+        weight_decay=0.1,
+        mask=lambda params: jax.tree_util.tree_map_with_path(
+            lambda path, _: "norm" not in path_name(path), params
+        ),
+    )
+    model = tiny_model()
+    adam = reference.init(eqx.filter(model, eqx.is_array))
+    for batch in BATCHES:
+        grads = eqx.filter_jit(train_steps.loss_and_grads)(model, batch, jax.random.key(0))[1]
+        updates, adam = reference.update(grads, adam, eqx.filter(model, eqx.is_array))
+        model = eqx.apply_updates(model, updates)
+    trees_close(eqx.filter(state.model, eqx.is_array), eqx.filter(model, eqx.is_array), 1e-4)
 
 
 def test_bfloat16_keeps_parameters_and_gradients_in_float32():
