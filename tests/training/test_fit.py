@@ -238,14 +238,15 @@ def test_fit_continues_from_a_position(finished, monkeypatch):
 def test_the_number_of_steps_may_change_on_the_way(finished):
     """As if the run had been resumed with another number of them."""
     train_steps = steps_of(CONFIG)
-    at, state, arrays = Position(), train_steps.init(new_model()), []
+    at, state = Position(), train_steps.init(new_model())
+    arrays, due = [], []
     for progress in fit(state, train_steps, batches_of(CONFIG)):
         if progress.step == 25:
             at, state = progress.position, jax.tree.map(copied, progress.state)
             train_steps.steps = 40
         arrays = arrays_of(progress.state)
-        assert progress.evaluation_due == (progress.step in (25, 40))
-    assert progress.step == 40
+        due += [progress.step] if progress.evaluation_due else []
+    assert due == [25, 40]
     shorter = dataclasses.replace(CONFIG.training, steps=40)
     resumed = steps_of(dataclasses.replace(CONFIG, training=shorter))
     *_, last = fit(state, resumed, batches_of(CONFIG), start=at)
