@@ -238,10 +238,12 @@ class OptimizerConfig:
     adamw: Adam for everything."""
 
     learning_rate: Annotated[float, Between(0.0)] = 0.02
-    """Peak learning rate (with muon: that of the matrices)."""
+    """Peak learning rate (with muon: that of the matrices; for those that write to the residual
+    stream, times 3 / n_layers, so that a rate is as good at any depth)."""
 
     adam_learning_rate: Annotated[float, Between(0.0)] = 0.01
-    """With muon: peak learning rate of embedding, head, gains and biases."""
+    """With muon: peak learning rate of embedding, head, gains and biases (for the head, times 128 /
+    d_model, so that a rate is as good at any width)."""
 
     schedule: Literal["cosine", "linear", "constant", "wsd", "noam"] = "wsd"
     """After warm-up: cosine or linear decay to the end; constant; wsd (constant, then linear

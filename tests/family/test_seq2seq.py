@@ -176,7 +176,7 @@ def test_logits_equal_the_papers_formulas(block, shared):
 def test_an_encoder_decoder_passes_all_checks():
     report = check_block(paper(ONE), zero_grad=KEY_BIASES)
     assert set(report.left_out) == {"sees", "reference"}
-    silent = {"build", "documents", "auxiliary", "weights", "scan"}
+    silent = {"build", "documents", "auxiliary", "weights", "scan", "transfer"}
     assert set(report.does_not_apply) == silent
 
 

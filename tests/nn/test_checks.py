@@ -67,7 +67,13 @@ def test_attention(name):
     report = check_block(ATTENTION[name](), d_model=D)
     left_out = [name for name in report.left_out if not name.startswith("more than")]
     assert left_out == ["sees", "documents", "reference"]
-    assert set(report.does_not_apply) == {"build", "bidirectional", "dropout", "auxiliary"}
+    assert set(report.does_not_apply) == {
+        "build",
+        "bidirectional",
+        "dropout",
+        "auxiliary",
+        "transfer",
+    }
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -77,6 +83,7 @@ def test_layers(name):
     checks = few if name in ACTIVATIONS and name != "relu2" else list(LAWS)
     report = check_block(LAYERS[name](), d_model=D, checks=checks)
     silent = {"build", "bidirectional", "padding", "documents", "dropout", "weights", "scan"}
+    silent.add("transfer")
     silent |= set() if name == "moe" else {"auxiliary"}
     assert set(report.does_not_apply) == silent & set(checks)
     left_out = {name for name in report.left_out if not name.startswith("more than")}

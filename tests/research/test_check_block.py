@@ -332,6 +332,7 @@ def test_the_blocks_without_bugs_pass():
         "dropout": "a key changes nothing: it has no dropout",
         "auxiliary": "its auxiliary loss is 0",
         "weights": "it has no method weights",
+        "transfer": "it is of whole models",
     }
     assert set(report.checks) - set(check_block(Layer).checks) == {"padding", "scan"}
     assert set(check_block(RunningMean).checks) == set(report.checks)

@@ -16,8 +16,10 @@ from support.blocks import D, Layer, OneHead, RunningMean
 
 from gptlite.errors import UserError
 from gptlite.models.build import make_part
-from gptlite.nn import WHOLE_SEQUENCE, Heads, Linear, Recurrence, RMSNorm
+from gptlite.models.gpt import GPT
+from gptlite.nn import MLP, WHOLE_SEQUENCE, Heads, Linear, Recurrence, RMSNorm
 from gptlite.nn.cache import write_at
+from gptlite.nn.mlp import relu2
 from gptlite.research.check_block import SMALL, CheckError, check_block
 from gptlite.research.sizes import sizes_of
 
@@ -1300,6 +1302,73 @@ def test_nothing_is_kept_outside_of_arrays():
 
 
 # A reference.
+
+
+class Whole(GPT):
+    def __init__(self, config, *, key):
+        super().__init__(config, 13, key=key)
+
+
+class StartsTooLarge(MLP):
+    """As large for all widths, and not smaller for more inputs."""
+
+    def __init__(self, config, *, key):
+        super().__init__(
+            config.d_model, config.d_hidden, activation=relu2, std=0.25, down_std=0.0, key=key
+        )
+
+
+class WritesUnderAnotherName(eqx.Module):
+    up: Linear
+    out: Linear
+
+    def __init__(self, config, *, key):
+        self.up = Linear(config.d_model, config.d_model, std=config.d_model**-0.5, key=key)
+        self.out = Linear(config.d_model, config.d_model, std=0.0, key=key)
+
+    def __call__(self, x):
+        return self.out(relu2(self.up(x)))
+
+
+class WritesAsDown(eqx.Module):
+    up: Linear
+    down: Linear
+
+    def __init__(self, config, *, key):
+        self.up = Linear(config.d_model, config.d_model, std=config.d_model**-0.5, key=key)
+        self.down = Linear(config.d_model, config.d_model, std=0.0, key=key)
+
+    def __call__(self, x):
+        return self.down(relu2(self.up(x)))
+
+
+class SumsScores(Whole):
+    """Its logits are a sum over channels with the rate of one, whatever their number."""
+
+    def logits(self, hidden):
+        return super().logits(hidden) * self.config.d_model / 16
+
+
+def test_learning_rates_carry_over_to_other_shapes():
+    """A coordinate check (Yang et al., 2022, "Tensor Programs V", appendix D.1)."""
+    holds(Whole, "transfer")
+    for mlp in ("swiglu", WritesAsDown):
+        holds(Whole, "transfer", config=dataclasses.replace(SMALL, mlp=mlp))
+    for mlp, words in (
+        (StartsTooLarge, "in a model 8 times as wide, the first 2 updates change"),
+        (WritesUnderAnotherName, "in a model 4 times as deep, the first 2 updates change hidden"),
+    ):
+        assert words in caught(Whole, "transfer", config=dataclasses.replace(SMALL, mlp=mlp))
+    assert "8 times as wide, the first 2 updates change logits" in caught(SumsScores, "transfer")
+
+
+def test_where_learning_rates_are_not_said_to_carry_over():
+    model = Whole(SMALL, key=jax.random.key(0))
+    assert "needs a class" in check_block(model, checks=["transfer"]).left_out["transfer"]
+    for change in ({"tied_head": True}, {"init": "gpt2"}, {"block": "sandwich"}):
+        config = dataclasses.replace(SMALL, **change)
+        assert "transfer" in check_block(Whole, config=config, checks=["transfer"]).does_not_apply
+    assert "transfer" in check_block(WritesAsDown, checks=["transfer"]).does_not_apply
 
 
 class Fast(Layer):

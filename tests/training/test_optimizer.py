@@ -151,8 +151,10 @@ def test_muon_orthogonalises_each_layers_matrices_and_leaves_the_rest_to_adam():
     params, updates = one_update(config, normal)
     for key, update in updates.items():
         if key.startswith("stack.") and params[key].ndim == 3:
-            d_out, d_in = update.shape[1:]
-            for layer in np.asarray(update) / 0.1 / (max(d_out, d_in) / min(d_out, d_in)) ** 0.5:
+            n_layers, d_out, d_in = update.shape
+            writes = key.endswith((".output.weight", ".mlp.down.weight"))
+            rate = 0.1 * (3 / n_layers if writes else 1.0)
+            for layer in np.asarray(update) / rate / (max(d_out, d_in) / min(d_out, d_in)) ** 0.5:
                 singular = np.linalg.svd(layer, compute_uv=False)
                 # Newton-Schulz's five quintic steps bring singular values to 0.7 to 1.2 for a
                 # random matrix (all but its very smallest).
@@ -160,7 +162,16 @@ def test_muon_orthogonalises_each_layers_matrices_and_leaves_the_rest_to_adam():
                 assert singular.max() < 1.35
         else:
             # Adam's first step is the sign of the gradient.
-            np.testing.assert_allclose(np.abs(update), 0.003, rtol=1e-3)
+            rate = 0.003 * (128 / 16 if key == "head.weight" else 1.0)
+            np.testing.assert_allclose(np.abs(update), rate, rtol=1e-3)
+
+
+def test_adamw_has_one_rate_for_all_shapes():
+    config = OptimizerConfig(
+        name="adamw", learning_rate=0.003, schedule="constant", warmup_fraction=0.0
+    )
+    for update in one_update(config, normal)[1].values():
+        np.testing.assert_allclose(np.abs(update), 0.003, rtol=1e-3)
 
 
 def test_clipping_scales_the_whole_gradient():

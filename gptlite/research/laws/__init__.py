@@ -4,7 +4,7 @@ docstring is what it says: see `sentence`."""
 
 from collections.abc import Callable
 
-from gptlite.research.laws import agreement, form, gradients, numbers, order, training
+from gptlite.research.laws import agreement, form, gradients, numbers, order, training, transfer
 from gptlite.research.subject import Subject
 
 LAWS: dict[str, Callable[[Subject], str | None]] = {
@@ -29,6 +29,7 @@ LAWS: dict[str, Callable[[Subject], str | None]] = {
     "auxiliary": training.check_auxiliary,
     "weights": agreement.check_weights,
     "scan": agreement.check_scan,
+    "transfer": transfer.check_transfer,
     "reference": agreement.check_reference,
 }
 
