@@ -100,6 +100,7 @@ RULES: dict[str, str | None] = {
     "python benchmarks/token_scan.py": "--rounds 1",
     "python benchmarks/states.py operator": "--seq 64 --rounds 1",
     "python benchmarks/states.py": "--mixers full linear --contexts 256 --read 100 --rounds 1",
+    "python benchmarks/transfer.py": "--widths 64 --depths 2 --steps 10",
     "python tests/soak/kill_loop.py": "--kills 2",
     "python tests/soak/processes.py": "--kills 1",
     "python tests/soak/slurm.py": None,  # needs a SLURM
