@@ -34,6 +34,7 @@ def loss_of(
     layers: int, width: int, changed: dict[str, float], ids: np.ndarray, steps: int, seed: int
 ) -> float:
     """The mean of the last tenth of the steps."""
+    jax.clear_caches()  # a process may have 65,530 maps of memory, and each program takes some
     config = ModelConfig(
         n_layers=layers,
         n_heads=max(1, width // 64),
@@ -56,9 +57,7 @@ def loss_of(
         print(error, flush=True)
         return math.inf
     assert last.train_loss is not None
-    loss = last.train_loss
-    jax.clear_caches()  # a process may have 65,530 maps of memory, and each program takes some
-    return loss
+    return last.train_loss
 
 
 def best_factor(losses: dict[float, float]) -> float:
