@@ -52,13 +52,13 @@ def test_a_table_is_compared_to_its_last_number():
         ),
         (
             "gptlite/training/optimizer.py",
-            "optimizer = optax.adamw(",
-            "optimizer = functools.partial(optax.adamw, eps=2e-8)(",
+            "config.beta1, config.beta2)",
+            "config.beta1, config.beta2, eps=2e-8)",
             ["train"],
         ),
         ("gptlite/nn/kernels/product.py", "_ab_on_cpu", "_as_it_lies", []),
     ],
-    ids=["epsilon of a norm", "epsilon of AdamW", "another name"],
+    ids=["epsilon of a norm", "epsilon of Adam", "another name"],
 )
 def test_a_changed_constant_is_seen_and_a_name_is_not(tmp_path, file, old, new, changed):
     trees = [tree(tmp_path / "a"), tree(tmp_path / "b", file, old, new)]
