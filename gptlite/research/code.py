@@ -1,16 +1,20 @@
-"""What computes a result: the code that it holds for."""
+"""What computes a result: the code and the settings that it holds for."""
 
 import ast
 import functools
 import hashlib
 import importlib.metadata
+import json
 import sys
 from collections.abc import Collection, Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from typing import Any
 
-from gptlite.config import ModelConfig
+from gptlite.config import Config, ModelConfig
 from gptlite.custom import custom_sources
+from gptlite.machine.fields import settled
+from gptlite.machine.names import CUSTOM_FIELDS, split_options
 
 # What trains and judges a variant.
 FIRST = Path(__file__).with_name("seeds.py")
@@ -33,6 +37,22 @@ def code_of(config: ModelConfig) -> dict[str, str]:
         stem = name.removesuffix(".py")
         code |= _imported(stem, Path(str(sys.modules[stem].__file__)), source, _ours().keys())
     return code
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """Everything in a config that decides what is learned. A custom block's file is known by its
+    checksum, wherever it lies."""
+    found = dict(settled(config, "comparison"))
+    for name in CUSTOM_FIELDS:
+        value = str(found[f"model.{name}"])
+        block = split_options(value)[0]  # an option may have slashes, too
+        found[f"model.{name}"] = Path(block).name + value[len(block) :]
+    return found
+
+
+def checksum_of(of: Any) -> str:
+    """Of plain data."""
+    return hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @functools.cache

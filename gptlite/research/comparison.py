@@ -11,7 +11,6 @@ package, there is another variant of the same name, and the ledger has both.
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import math
 import time
@@ -29,12 +28,10 @@ from gptlite.config import Config, TrainingConfig
 from gptlite.errors import UserError, require
 from gptlite.inspect.flops import operations_per_token
 from gptlite.inspect.summary import activation_bytes
-from gptlite.machine.fields import settled
 from gptlite.machine.memory import free_memory
-from gptlite.machine.names import CUSTOM_FIELDS, split_options
 from gptlite.machine.printed import printable
 from gptlite.machine.pytrees import count_parameters
-from gptlite.research.code import code_of
+from gptlite.research.code import checksum_of, code_of, settings_of
 from gptlite.research.equal import Equal, steps_of, tokens_per_step, with_parameters
 from gptlite.research.ledger import (
     Confirmed,
@@ -93,7 +90,7 @@ class Comparison:
         self._split = dataclasses.replace(self._confirming, validation=choice)
         opened = Opened(
             text=split.sha256,
-            tokenizer=_checksum(tokenizer.to_json()),
+            tokenizer=checksum_of(tokenizer.to_json()),
             choice_tokens=len(choice),
             validation_tokens=held_out,
         )
@@ -203,7 +200,7 @@ class Comparison:
         nothing."""
         seen: dict[str, str] = {}
         for name, config in configs.items():
-            key = _checksum([_settings(config), code_of(config.model)])
+            key = checksum_of([settings_of(config), code_of(config.model)])
             require(key not in seen, f"{name} is trained just as {seen.get(key)}: leave it out.")
             seen[key] = name
 
@@ -268,7 +265,7 @@ class Comparison:
         free |= {name for entry in self.ledger.of(Tuned) for name in entry.values}
 
         def fixed(config: Config) -> dict[str, Any]:
-            return {name: x for name, x in _settings(config).items() if name not in free}
+            return {name: x for name, x in settings_of(config).items() if name not in free}
 
         for entry in reversed(self.ledger.variants.values()):
             with contextlib.suppress(KeyError, TypeError, UserError):  # of another version
@@ -291,7 +288,7 @@ class Comparison:
 
     def untuned(self, config: Config, base: Config, equal: Equal) -> str:
         """What a config is before it is tuned, beside its base."""
-        return _checksum([_settings(config), code_of(config.model), _settings(base), equal])
+        return checksum_of([settings_of(config), code_of(config.model), settings_of(base), equal])
 
     def equal_steps(self, config: Config, base: Config, equal: Equal, at_once: int) -> int:
         """The steps that make `config` equal to `base`, before both are entered: those with which
@@ -497,9 +494,9 @@ class Comparison:
         common, code = None if base is None else equal, code_of(config.model)
         beside = [base and base.variant, twin and twin.variant]
         # What is not judged is another one than the same config as a variant.
-        of = [_settings(config), code, *beside, common, name == AGAIN, is_twin]
+        of = [settings_of(config), code, *beside, common, name == AGAIN, is_twin]
         return Variant(
-            variant=_checksum(of),
+            variant=checksum_of(of),
             name=name,
             base=base and base.variant,
             level=None,
@@ -547,22 +544,7 @@ class Comparison:
         )
 
 
-def _settings(config: Config) -> dict[str, Any]:
-    """Everything in a config that decides what is learned. A custom block's file is known by its
-    checksum, wherever it lies."""
-    found = dict(settled(config, "comparison"))
-    for name in CUSTOM_FIELDS:
-        value = str(found[f"model.{name}"])
-        block = split_options(value)[0]  # an option may have slashes, too
-        found[f"model.{name}"] = Path(block).name + value[len(block) :]
-    return found
-
-
-def _checksum(of: Any) -> str:
-    return hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:16]
-
-
 def default_name(base: str, config: Config) -> str:
     """The name of a comparison: one for each preset and what the options say of the text, so that
     all that is tried with them counts."""
-    return f"{base}-{_checksum(str(config.data))[:6]}"
+    return f"{base}-{checksum_of(str(config.data))[:6]}"

@@ -10,7 +10,7 @@ from gptlite.errors import UserError
 from gptlite.machine.printed import printable
 from gptlite.machine.progress import log, progress_bar
 from gptlite.research.comparison import Comparison
-from gptlite.research.ledger import NotWrittenError
+from gptlite.research.journal import NotWrittenError
 from gptlite.research.report import told
 from gptlite.research.results import Result
 from gptlite.research.seeds import SeedsProgress

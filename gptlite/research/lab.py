@@ -172,8 +172,9 @@ def _steps(name: str, given: Sequence[str], minutes: float) -> tuple[int, int]:
     from gptlite.machine.runtime import set_up_jax
     from gptlite.research.conduct import NotJudgedError, group_size
     from gptlite.research.equal import tokens_per_step
+    from gptlite.research.opening import loaded
     from gptlite.research.tune import SEEDS
-    from gptlite.scripts.compare import FOLDER, loaded, opened
+    from gptlite.scripts.compare import FOLDER, opened
 
     compared, variants = parse_compare(given)
     base = next(iter(variants.values()))

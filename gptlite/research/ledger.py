@@ -1,46 +1,21 @@
-"""The ledger of a comparison: everything that was tried, in the order in which it was tried.
+"""The ledger of a comparison: everything that was tried, in the order in which it was tried."""
 
-A file of lines, each a JSON object, which is appended to and never rewritten. Each line has the
-checksum of the line before, so a line that was changed or taken out is noticed.
-"""
-
-import hashlib
-import json
-import os
 from collections import defaultdict
-from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 
-from gptlite.errors import UserError, require
 from gptlite.machine.fields import MAX_INT32
-from gptlite.machine.files import MAX_NUMBER, read_bounded, sync
-from gptlite.machine.printed import CONTROL
-from gptlite.machine.records import Natural, NotNegative, Number, parse_record
+from gptlite.machine.files import MAX_NUMBER
+from gptlite.machine.records import Natural, NotNegative, Number
 from gptlite.research.equal import Equal
-
-# Bytes of a ledger: some ten thousand runs.
-MAX_LEDGER = 2**26
-# The checksum before the first line.
-FIRST = "0" * 64
+from gptlite.research.journal import MAX_JOURNAL, Checksum, Entry, Journal, require_plain
 
 Steps = Annotated[int, msgspec.Meta(ge=1, le=MAX_INT32)]
-Checksum = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16,64}$")]
-Time = Annotated[str, msgspec.Meta(pattern=r"^[0-9T:+-]{25}$")]
 Share = Annotated[float, msgspec.Meta(gt=0, lt=1)]
 Loss = NotNegative | None
 """None: not finite, for which JSON has no number."""
-
-
-class NotWrittenError(UserError):
-    """The ledger cannot be written."""
-
-
-class Entry(msgspec.Struct, tag_field="entry", frozen=True):
-    """A line."""
 
 
 class Opened(Entry, tag="opened", frozen=True):
@@ -50,11 +25,6 @@ class Opened(Entry, tag="opened", frozen=True):
     tokenizer: Checksum
     choice_tokens: Steps
     validation_tokens: Steps
-
-
-def _require_plain(*texts: str) -> None:
-    if any(CONTROL.search(text) for text in texts):
-        raise ValueError("a text in it has control characters")
 
 
 class Variant(Entry, tag="variant", frozen=True):
@@ -80,7 +50,7 @@ class Variant(Entry, tag="variant", frozen=True):
     better must be better than both."""
 
     def __post_init__(self):
-        _require_plain(self.name)
+        require_plain(self.name)
 
 
 class Runs(Entry, tag="runs", frozen=True):
@@ -99,7 +69,7 @@ class Runs(Entry, tag="runs", frozen=True):
     """Why it ended before its last step, if it did."""
 
     def __post_init__(self):
-        _require_plain(self.stopped)
+        require_plain(self.stopped)
         in_order = [0, *sorted(set(self.evaluated_at))]
         if [0, *self.evaluated_at] != in_order or in_order[-1] > self.steps:
             raise ValueError("its evaluated_at is wrong")
@@ -126,7 +96,7 @@ class Tuned(Entry, tag="tuned", frozen=True):
     """Of each seed, on the choice text."""
 
     def __post_init__(self):
-        _require_plain(self.name, *self.values)
+        require_plain(self.name, *self.values)
 
 
 class Speed(Entry, tag="speed", frozen=True):
@@ -149,7 +119,7 @@ class Failed(Entry, tag="failed", frozen=True):
     reason: str
 
     def __post_init__(self):
-        _require_plain(self.reason)
+        require_plain(self.reason)
 
 
 class Look(Entry, tag="look", frozen=True):
@@ -162,7 +132,7 @@ class Look(Entry, tag="look", frozen=True):
     words: str
 
     def __post_init__(self):
-        _require_plain(self.words)
+        require_plain(self.words)
 
 
 class Confirming(Entry, tag="confirming", frozen=True):
@@ -191,54 +161,27 @@ class Confirmed(Entry, tag="confirmed", frozen=True):
     words: str
 
     def __post_init__(self):
-        _require_plain(self.words)
+        require_plain(self.words)
 
 
 Kind = Opened | Tuned | Variant | Speed | Runs | Failed | Look | Confirming | Confirmed
-E = TypeVar("E", bound=Entry)
 
 
-class Ledger:
+class Ledger(Journal[Kind]):
     """The entries in a file."""
 
-    def __init__(self, path: Path, limit: int = MAX_LEDGER):
+    def __init__(self, path: Path, limit: int = MAX_JOURNAL):
         """`limit`: bytes that the file may have.
 
         **Raises:** `UserError` if the file is damaged, or was changed."""
-        self.path = path
-        self.entries: list[Kind] = []
-        self.times: list[str] = []
-        """When each was written."""
         self.variants: dict[str, Variant] = {}
         """By their checksum."""
         self.runs: defaultdict[str, list[Runs]] = defaultdict(list)
         """By the checksum of the variant, in the order in which they were trained."""
         self.speeds: defaultdict[str, list[Speed]] = defaultdict(list)
         """By the checksum of the variant, in the order in which they were measured."""
-        self._last, self._end = FIRST, 0
-        if not path.exists():
-            return
-        try:
-            content = read_bounded(path, limit)
-        except OSError as error:
-            raise UserError(f"{path} cannot be read: {error}.") from error
-        *lines, rest = content.split(b"\n")
-        # What was cut off when it was written never counted. A whole line was not cut off.
-        require(
-            not _is_whole(rest),
-            f"{path} is damaged, or was changed: its last line has no end. {_ELSE}",
-        )
-        for number, line in enumerate(lines, 1):
-            where = f"{path} is damaged, or was changed, at line {number}"
-            try:
-                record = parse_record(line, dict[str, Any])
-                before, at = record.pop("before", None), record.pop("at", None)
-                entry, at = msgspec.convert(record, Kind), msgspec.convert(at, Time)
-            except ValueError as error:
-                raise UserError(f"{where}: {error}. {_ELSE}") from error
-            require(before == self._last, f"{where}: it does not follow the one before. {_ELSE}")
-            require(self._fits(entry), f"{where}: it does not fit the ones before. {_ELSE}")
-            self._took(line, entry, at)
+        remedy = "Give this comparison another --name, or move its folder away."
+        super().__init__(path, Kind, remedy, limit)
 
     def _fits(self, entry: Kind) -> bool:
         """Whether runs, and what else is of a variant, are of one that was entered, and have its
@@ -275,9 +218,7 @@ class Ledger:
             )
         )
 
-    def _took(self, line: bytes, entry: Kind, at: str) -> None:
-        self.entries.append(entry)
-        self.times.append(at)
+    def _took(self, entry: Kind) -> None:
         match entry:
             case Variant():
                 self.variants[entry.variant] = entry
@@ -285,45 +226,3 @@ class Ledger:
                 self.runs[entry.variant].append(entry)
             case Speed():
                 self.speeds[entry.variant].append(entry)
-        self._last = hashlib.sha256(line).hexdigest()
-        self._end += len(line) + 1
-
-    def append(self, entry: Kind) -> None:
-        """Write `entry`, which fits the others.
-
-        **Raises:** `NotWrittenError`.
-        """
-        assert self._fits(entry)  # or the ledger could not be read again
-        at = datetime.now(UTC).isoformat(timespec="seconds")
-        record = {**msgspec.to_builtins(entry), "at": at, "before": self._last}
-        line = json.dumps(record, allow_nan=False).encode()
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            flags = getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)  # none on Windows
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | flags)
-            with open(descriptor, "wb") as file:
-                file.truncate(self._end)
-                file.seek(self._end)
-                file.write(line + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-            if self._end == 0:
-                sync(self.path.parent)
-        except OSError as error:
-            raise NotWrittenError(f"{self.path} cannot be written: {error.strerror}.") from error
-        self._took(line, entry, at)
-
-    def of(self, kind: type[E]) -> Iterator[E]:
-        """The entries of a kind."""
-        return (entry for entry in self.entries if isinstance(entry, kind))
-
-
-_ELSE = "Give this comparison another --name, or move its folder away."
-
-
-def _is_whole(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True

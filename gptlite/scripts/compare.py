@@ -2,9 +2,7 @@
 `python compare.py --base laptop --vary model.norm=rms,layer,dyt`."""
 
 import contextlib
-import dataclasses
 import json
-import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -41,6 +39,7 @@ def compare_variants(
     from gptlite.research.before_training import check_custom
     from gptlite.research.comparison import default_name
     from gptlite.research.conduct import Clock, NotJudgedError, conduct
+    from gptlite.research.opening import loaded
     from gptlite.research.report import records
     from gptlite.research.results import AGAIN
     from gptlite.research.tune import parse_knob, tune
@@ -82,6 +81,7 @@ def _confirm(arguments: ConfirmArguments) -> None:
     from gptlite.machine.runtime import set_up_jax
     from gptlite.research.confirm import enter_one, recalled, train_and_confirm
     from gptlite.research.ledger import Ledger
+    from gptlite.research.opening import loaded
     from gptlite.research.report import confirmation
 
     folder = FOLDER / arguments.name
@@ -107,17 +107,6 @@ def _confirm(arguments: ConfirmArguments) -> None:
         print_line(json.dumps(record))
 
 
-def loaded(config: Config) -> Config:
-    """With its custom blocks, the number format of this machine, and a note of its code."""
-    from gptlite.custom import load_custom
-    from gptlite.machine.runtime import with_chosen_dtype
-    from gptlite.research.code import code_of
-
-    config = dataclasses.replace(config, model=load_custom(config.model))
-    code_of(config.model)  # before its files can be edited
-    return with_chosen_dtype(config)
-
-
 @contextlib.contextmanager
 def _printer(as_json: bool) -> Iterator[Callable[[str], None]]:
     """What prints a line of JSON, or nothing if that was not asked for. If it was, all else goes to
@@ -130,33 +119,10 @@ def _printer(as_json: bool) -> Iterator[Callable[[str], None]]:
 @contextlib.contextmanager
 def opened(folder: Path, data: DataConfig, configs: Iterable[Config]) -> "Iterator[Comparison]":
     """A comparison, which no other process runs meanwhile, on one text for all of `configs`."""
-    from gptlite.custom import custom_arguments
-    from gptlite.machine.files import lock
-    from gptlite.machine.progress import log
     from gptlite.research.comparison import Comparison
-    from gptlite.research.conduct import NotJudgedError
-    from gptlite.runs.corpora import load_corpus, require_documents
-    from gptlite.runs.model import separator_of
-    from gptlite.runs.tokenizers import make_tokenizer
-    from gptlite.text.tokens import split_corpus
+    from gptlite.research.opening import held
 
-    corpus = load_corpus(data.corpus)
-    tokenizer = make_tokenizer(data.tokenizer, corpus)
-    for config in configs:
-        if config.model.separate_documents:
-            require_documents(corpus)
-            separator_of(config.model, tokenizer)  # or an error
-    split = split_corpus(corpus, tokenizer, data.validation_tokens, data.max_tokens)
-    for custom in {shlex.join(custom_arguments(config.model)): None for config in configs}:
-        if custom:
-            log(f"custom blocks: {custom}")
-    try:
-        held = lock(folder / ".lock", f"The comparison {folder} is being run by another process.")
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written: {error.strerror}.") from error
-    except UserError as error:
-        raise NotJudgedError(str(error)) from None
-    with held:
+    with held(folder, data, configs) as (tokenizer, split):
         yield Comparison(folder, tokenizer, split)
 
 

@@ -25,7 +25,8 @@ from gptlite.research import (
 from gptlite.research.comparison import AGAIN_SEED, Comparison
 from gptlite.research.conduct import Clock, NotJudgedError, conduct
 from gptlite.research.equal import Equal
-from gptlite.research.ledger import Failed, Ledger, Look, NotWrittenError, Runs, Variant
+from gptlite.research.journal import NotWrittenError
+from gptlite.research.ledger import Failed, Ledger, Look, Runs, Variant
 from gptlite.research.report import records, table, to_csv, words
 from gptlite.research.results import AGAIN, missed_of, tolerance_of
 from gptlite.research.seeds import SeedsProgress
