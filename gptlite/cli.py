@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_origin, get_type_hints
 
 import tyro
 
-from gptlite.config import Config, SamplingConfig
+from gptlite.config import Config, DataConfig, SamplingConfig
 from gptlite.custom import with_custom
 from gptlite.errors import UserError, require, told
 from gptlite.machine.fields import MAX_INT32, Between, Seed, changed, check_fields, free
@@ -51,6 +51,9 @@ MAX_PROMPT = 2**22
 
 # The fields of the model that `--init-from` leaves free.
 MODEL_OPTIONS = [name for name in free(Config(), "weights") if name.startswith("model.")]
+
+# A year.
+MAX_MINUTES = 366 * 24 * 60
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
 
@@ -105,6 +108,12 @@ class TrainArguments:
         ),
     ] = None
 
+    minutes: Annotated[float | None, Between(0.0, MAX_MINUTES, above=True)] = None
+    """Train for so many minutes, to within 5 %, from the start of the command to its end. The
+    number of steps is chosen by the speed of this machine. Without a preset, and without options
+    for its size, the model is chosen, too, with its rates, batch and weight decay, and the loss
+    that is expected is said before. None: for --training.steps."""
+
     init_from: Annotated[
         str | None,
         tyro.conf.arg(
@@ -136,6 +145,9 @@ class TrainArguments:
 
     began: Annotated[float, tyro.conf.Suppress] = field(default_factory=time.perf_counter)
     """When the command began, by `time.perf_counter`."""
+
+    def __post_init__(self):
+        check_fields("", self)
 
 
 @dataclass(frozen=True)
@@ -370,6 +382,70 @@ class ConfirmArguments:
         check_folder_name("NAME", self.name)
 
 
+@dataclass(frozen=True)
+class ForecastArguments:
+    """Say what a larger model will reach on a text before it is trained.
+
+    Models of several sizes are trained for several lengths, from two seeds each, with settings that
+    follow from size and length. What they reach tells the law of the text: the loss by parameters
+    and tokens, and with it the best size for given compute. Then a forecast is sealed: the loss of
+    a model beyond all of these, with an interval, in a file whose checksum is printed. gptlite
+    forecast open NAME trains that model, and judges the forecast (see gptlite forecast open
+    --help). All is kept in forecasts/NAME/ledger.jsonl; the same command again trains only what is
+    missing, and with more --minutes goes on to larger models."""
+
+    minutes: Annotated[float, Between(0.0, above=True)] = 30.0
+    """Minutes for all models that the law is fitted to, those that were trained before included."""
+
+    times: Annotated[float, Between(1.0, 10_000.0)] = 10.0
+    """Compute of the model that is forecast, over that of the largest one before. With 10, to open
+    the forecast takes about as long as --minutes."""
+
+    name: str | None = None
+    """The folder in forecasts/. Default: one for each choice of options."""
+
+    custom: CustomFiles = ()
+    """A file with custom blocks, which may be executed; may be given several times. Its classes may
+    then be named alone, as in --model.mlp SineMLP."""
+
+    debug: bool = False
+    """Show where in the code an error came from."""
+
+    config: Annotated[Config, tyro.conf.arg(name="")] = field(
+        default_factory=lambda: Config(data=DataConfig(validation_tokens=131_072))
+    )
+
+    def __post_init__(self):
+        check_fields("", self)
+        if self.name is not None:
+            check_folder_name("--name", self.name)
+
+
+@dataclass(frozen=True)
+class OpenArguments:
+    """Train the model of a sealed forecast, and judge the forecast.
+
+    What it reaches is written into the ledger, whether the forecast was right or not. The same
+    forecast is opened once."""
+
+    name: Annotated[str, tyro.conf.Positional]
+    """The forecast: a folder in forecasts/."""
+
+    custom: CustomFiles = ()
+    """A file with custom blocks, which may be executed; may be given several times. A forecast with
+    custom blocks is opened only with their file."""
+
+    corpus: Annotated[str | None, tyro.conf.arg(name="data.corpus")] = None
+    """The text, if it is not gptlite's own: a ledger may come from a stranger."""
+
+    debug: bool = False
+    """Show where in the code an error came from."""
+
+    def __post_init__(self):
+        check_fields("", self)
+        check_folder_name("NAME", self.name)
+
+
 def parse_words(kind: Any, args: Sequence[str], **options: Any) -> Any:
     """`tyro.cli`. Its errors repeat what was typed, so control characters are parsed as escapes
     first.
@@ -467,10 +543,16 @@ def parse_train(argv: Sequence[str]) -> TrainArguments:
             arguments.preset == preset,
             f"The preset comes first: gptlite train {arguments.preset} ...",
         )
+        steps = PRESETS[preset][1].training.steps
+        require(
+            arguments.minutes is None or arguments.config.training.steps == steps,
+            "--minutes chooses the number of steps: leave --training.steps out, or --minutes.",
+        )
         return arguments
     for value, option in (
         (arguments.run, "--run"),
         (arguments.overwrite, "--overwrite"),
+        (arguments.minutes, "--minutes"),
         (arguments.preset != DEFAULT_PRESET, f"the preset {arguments.preset}"),
     ):
         require(
@@ -535,7 +617,9 @@ def check_start(
 def settings(arguments: TrainArguments) -> dict[str, str]:
     """The settings that all processes of a run must have been given alike, by name. The corpus may
     lie in different places: its checksum is compared."""
-    values = {name: str(getattr(arguments, name)) for name in ("run", "overwrite", "resume")}
+    values = {
+        name: str(getattr(arguments, name)) for name in ("run", "overwrite", "resume", "minutes")
+    }
     for section, fields in vars(arguments.config).items():
         values |= {f"{section}.{name}": str(value) for name, value in vars(fields).items()}
     del values["data.corpus"]
@@ -606,6 +690,20 @@ def read_prompt(arguments: SampleArguments) -> str:
 def parse_serve(argv: Sequence[str]) -> ServeArguments:
     """The command line of `gptlite serve`. `argv` is without the program's name."""
     return parse_words(ServeArguments, argv)
+
+
+def parse_forecast(argv: Sequence[str]) -> OpenArguments | ForecastArguments:
+    """The command line of `gptlite forecast`, or of `gptlite forecast open`."""
+    if argv[:1] == ["open"]:
+        return parse_words(OpenArguments, argv[1:], prog="gptlite forecast open")
+    for word in argv:
+        option = word.partition("=")[0].replace("_", "-")
+        require(
+            not option.startswith(("--training.init-from", "--model.lora", "--mesh")),
+            f"A forecast is of whole models, each trained on one device: leave {option} out.",
+        )
+    arguments = parse_words(ForecastArguments, argv)
+    return dataclasses.replace(arguments, config=with_custom(arguments.config, arguments.custom))
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ PARTS = {
     "gptlite.serving": "wing",
     "gptlite.estimate": "wing",
     "gptlite.research": "wing",
+    "gptlite.planning": "wing",
     "gptlite.hugging_face": "wing",
     "gptlite.family": "wing",
     "gptlite.inspect": "wing",

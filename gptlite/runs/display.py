@@ -13,19 +13,19 @@ class Display:
 
     def __init__(self, steps: int, done: int = 0):
         """`done`: steps done before."""
-        self._steps = steps
         self._bar = progress_bar("training", steps, unit="step", done=done)
         self._last_line = 0.0
 
-    def update(self, line: dict[str, Any]) -> None:
-        """Show a line of metrics, and at an evaluation its loss."""
+    def update(self, line: dict[str, Any], steps: int) -> None:
+        """Show a line of metrics, and at an evaluation its loss. `steps`: those of the run."""
+        self._bar.total = steps
         step, loss = line["step"], line["train_loss"]
-        left = line["step_seconds"] / step * (self._steps - step)
+        left = line["step_seconds"] / step * (steps - step)
         loss = "none" if loss is None else f"{loss:.4f}"
         state = f"loss {loss}  {line['tokens_per_second']:,.0f} tokens/s"
         if line.get("skipped"):
             state += f"  {line['skipped']} updates skipped"
-        shown = f"step {step:>{len(str(self._steps))}}/{self._steps}  {state}"
+        shown = f"step {step:>{len(str(steps))}}/{steps}  {state}"
         if "val_loss" in line:
             log(f"{shown}  validation loss {line['val_loss']:.4f}")
             self._last_line = line["seconds"]

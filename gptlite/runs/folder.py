@@ -2,6 +2,7 @@
 
     config.json        the config
     tokenizer.json     the whole tokenizer
+    plan.json          with `--minutes`: the minutes, and the loss that is expected
     custom/            copies of the files with custom blocks
     metrics.jsonl      one JSON object a line
     frozen.safetensors parameters that stay as they are, if there are any

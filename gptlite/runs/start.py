@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import equinox as eqx
 import jax
@@ -51,14 +51,13 @@ from gptlite.runs.folder import RunFolder
 from gptlite.runs.frozen import frozen_in
 from gptlite.runs.load import load
 from gptlite.runs.metrics_log import MetricsLog
-from gptlite.runs.model import make_model, separator_of
+from gptlite.runs.model import draw_model, separator_of
 from gptlite.runs.plots import losses, save_picture
 from gptlite.runs.resume import bring_back, find_checkpoint
 from gptlite.runs.run import Run
 from gptlite.runs.saving import Saver
 from gptlite.runs.tokenizers import load_tokenizer, make_tokenizer
 from gptlite.runs.weights import fill, gather_to_main, named_arrays
-from gptlite.sharding import constrain_parameters
 from gptlite.text.corpus import Corpus
 from gptlite.text.tokenizer import Tokenizer
 from gptlite.text.tokens import Split
@@ -66,6 +65,11 @@ from gptlite.training.evaluate import Evaluation
 from gptlite.training.fit import Position, Progress
 from gptlite.training.step import TrainState, TrainSteps
 
+if TYPE_CHECKING:
+    from gptlite.planning.plan import Plan
+
+# The file in a run's folder with what `--minutes` has promised.
+PLAN = "plan.json"
 # Copies of a batch in memory: those that are read ahead, and on their way to the devices.
 COPIES = 4
 # The number of the signal for an output that nobody reads, which Windows has no name for.
@@ -79,7 +83,9 @@ class Start(Protocol):
     record: Record | None
     """That of the checkpoint from which the run is resumed: known when the state is."""
 
-    def state(self, steps: TrainSteps, model: GPT, split: Split, key: Key[Array, ""]) -> TrainState:
+    def state(
+        self, config: Config, steps: TrainSteps, model: GPT, split: Split, key: Key[Array, ""]
+    ) -> TrainState:
         """The state before the next step. `model`: its shapes. `key`: for random numbers."""
         ...
 
@@ -94,22 +100,16 @@ class New:
     record: Record | None = None
 
     def __init__(self, arguments: TrainArguments, config: Config, corpus: Corpus):
-        self._config, self._overwrite = config, arguments.overwrite
-        self.tokenizer = self._make_tokenizer(corpus)
+        self._overwrite = arguments.overwrite
+        self.tokenizer = self._make_tokenizer(config, corpus)
 
-    def _make_tokenizer(self, corpus: Corpus) -> Tokenizer:
-        return make_tokenizer(self._config.data.tokenizer, corpus)
+    def _make_tokenizer(self, config: Config, corpus: Corpus) -> Tokenizer:
+        return make_tokenizer(config.data.tokenizer, corpus)
 
-    def state(self, steps: TrainSteps, model: GPT, split: Split, key: Key[Array, ""]) -> TrainState:
-        config = self._config.model
-        # The program runs once. XLA's optimization level 0 halves the time to compile it.
-        # (`eqx.filter_jit` passes `compiler_options` to `jax.jit`. Its annotations omit it.)
-        draw = eqx.filter_jit(  # pyright: ignore[reportCallIssue]
-            lambda key: constrain_parameters(make_model(config, self.tokenizer, key=key)),
-            compiler_options={"xla_backend_optimization_level": 0},
-        )
-        with jax.set_mesh(steps.mesh):
-            return steps.init(draw(key))
+    def state(
+        self, config: Config, steps: TrainSteps, model: GPT, split: Split, key: Key[Array, ""]
+    ) -> TrainState:
+        return steps.init(draw_model(config.model, self.tokenizer, steps.mesh, key=key))
 
     def write(self, folder: RunFolder, config: Config, state: TrainState) -> None:
         frozen = gather_to_main(state.model, frozen_in(config))
@@ -124,21 +124,23 @@ class BegunFrom(New):
         self._source: Run | None = load(self._name, custom=arguments.custom)
         super().__init__(arguments, config, corpus)
 
-    def _make_tokenizer(self, corpus: Corpus) -> Tokenizer:
+    def _make_tokenizer(self, config: Config, corpus: Corpus) -> Tokenizer:
         assert self._source is not None
         return self._source.tokenizer
 
-    def state(self, steps: TrainSteps, model: GPT, split: Split, key: Key[Array, ""]) -> TrainState:
+    def state(
+        self, config: Config, steps: TrainSteps, model: GPT, split: Split, key: Key[Array, ""]
+    ) -> TrainState:
         assert self._source is not None
-        config, source = self._config.model, self._source.model
+        source, lora = self._source.model, config.model.lora
         self._source = None  # frees its arrays when they are copied
-        if config.lora is not None:
+        if lora is not None:
             from gptlite.adapters import with_adapters
 
-            source = with_adapters(source, parse_lora(config.lora), key=key)
+            source = with_adapters(source, parse_lora(lora), key=key)
         state = steps.init(fill(model, named_arrays(source), f"The weights of {self._name}"))
         del source
-        loss = Evaluation(split.validation, config.context_length, steps.mesh)(state.model)
+        loss = Evaluation(split.validation, config.model.context_length, steps.mesh)(state.model)
         log(
             f"starting from the weights of {self._name}: validation loss {loss:.4f} nats per token "
             f"({split.bits_per_byte(loss):.4f} bits per byte)"
@@ -151,13 +153,15 @@ class Resumed:
 
     record: Record | None = None
 
-    def __init__(self, path: Path, config: Config):
-        self._path, self._config = path, config
+    def __init__(self, path: Path):
+        self._path = path
         self.tokenizer = load_tokenizer(path)
 
-    def state(self, steps: TrainSteps, model: GPT, split: Split, key: Key[Array, ""]) -> TrainState:
+    def state(
+        self, config: Config, steps: TrainSteps, model: GPT, split: Split, key: Key[Array, ""]
+    ) -> TrainState:
         abstract_state = steps.abstract_state(model)
-        checkpoint = find_checkpoint(self._path, abstract_state, self._config, split.sha256)
+        checkpoint = find_checkpoint(self._path, abstract_state, config, split.sha256)
         self.record = checkpoint.record
         check_same("checkpoints", {"the step": str(self.record.position.step)})
         return checkpoint.state
@@ -217,7 +221,7 @@ def start_run(arguments: TrainArguments) -> Iterator["TrainingRun"]:
         config = dataclasses.replace(config, data=data, model=model)
         start: Start
         if arguments.resume is not None:
-            start = Resumed(path, config)
+            start = Resumed(path)
         elif arguments.init_from is not None:
             start = BegunFrom(arguments, config, corpus)
         else:
@@ -225,8 +229,17 @@ def start_run(arguments: TrainArguments) -> Iterator["TrainingRun"]:
         if config.model.separate_documents:
             require_documents(corpus)
             separator_of(config.model, start.tokenizer)  # or an error
+        plan = None
+        if arguments.minutes is not None:
+            from gptlite.planning.plan import planned
+
+            config, plan = planned(arguments, config, corpus, start.tokenizer)
+        elif (path / PLAN).exists():
+            from gptlite.planning.plan import kept_plan
+
+            plan = kept_plan(path, config)
         check_tensor(mesh_shape(config.mesh, jax.device_count())[2], config.model)
-        yield TrainingRun(config, corpus, start, folder, stack, trackers, arguments.began)
+        yield TrainingRun(config, corpus, start, folder, stack, trackers, arguments.began, plan)
 
 
 class TrainingRun:
@@ -241,9 +254,10 @@ class TrainingRun:
         stack: contextlib.ExitStack,
         trackers: list[str],
         began: float,
+        plan: "Plan | None" = None,
     ):
         """`stack`: of contexts that end with the run. `began`: when the command did, by
-        `time.perf_counter`."""
+        `time.perf_counter`. `plan`: of `--minutes`."""
         self.config = config
         """All settings, with what `auto` stands for."""
         self.corpus = corpus
@@ -257,7 +271,7 @@ class TrainingRun:
         """The key of the samples at evaluations."""
         self._start, self._folder, self._stack = start, folder, stack
         self._loop = contextlib.ExitStack()
-        self._trackers, self._began = trackers, began
+        self._trackers, self._began, self._plan = trackers, began, plan
         self._stop, self._signal = Stop(exits=True), 0
         self._parameters = 0
         self._unshown: OSError | None = None
@@ -296,7 +310,8 @@ class TrainingRun:
         # Of what the processes share, each holds a part.
         whole = size_of(steps.abstract_state(model))
         require_memory("The training state", whole // process_count())
-        state = self._start.state(steps, model, split, self._model_key)
+        state = self._start.state(self.config, steps, model, split, self._model_key)
+        self._steps = steps
         self._parameters = count_parameters(model)
         trained = count_parameters(eqx.filter(model, steps.trainable))
         note = "" if trained == self._parameters else f", of which {trained:,} are trained,"
@@ -325,6 +340,8 @@ class TrainingRun:
         config, folder, record = self.config, self._folder, self._start.record
         self._start.write(folder, config, state)
         self._metrics = MetricsLog(folder, config, self._began, record)
+        if self._plan is not None:
+            self._plan.begin(folder, config, len(split.validation))
         saver = Saver(folder, config, split.sha256, self._parameters, record)
         self._saver = self._stack.enter_context(saver)
         options = ["--log.to", ",".join(self._trackers)] if self._trackers else []
@@ -332,7 +349,7 @@ class TrainingRun:
         self._loop = self._stack.enter_context(contextlib.ExitStack())
         self._loop.enter_context(self._ending.training_errors(self.tokenizer))
         log("compiling the training step ...")
-        self._display = self._loop.enter_context(Display(config.training.steps, saver.step))
+        self._display = self._loop.enter_context(Display(self._steps.steps, saver.step))
         self._track: Any = lambda step, metrics: None
         if self._trackers:
             from gptlite.trackers import Trackers
@@ -340,10 +357,13 @@ class TrainingRun:
             trackers = Trackers(self._trackers, self.path, self.config)
             self._track = self._loop.enter_context(trackers)
 
-    def requests(self) -> tuple[bool, bool]:
+    def requests(self, progress: Progress) -> tuple[bool, bool]:
         """Whether training is to stop, because of a signal, and whether the run is to be saved,
-        because its last checkpoint is old. Every process must call this after each dispatch: the
-        answers are the same in all."""
+        because its last checkpoint is old. With `--minutes`, the steps of the run change with its
+        speed. Every process must call this after each dispatch: the answers are the same in all."""
+        if self._plan is not None:
+            steps = self._plan.steps(progress, self._metrics.seconds, self._steps.steps)
+            (self._steps.steps,) = max_over_processes(steps)
         signal = self._stop.signal or (SIGPIPE if self._unshown else 0)
         self._signal, save = max_over_processes(signal, self._saver.is_due())
         return bool(self._signal), bool(save)
@@ -352,7 +372,7 @@ class TrainingRun:
         """Write a line of metrics, and show it."""
         self._saver.check()
         self._metrics.add(progress, val_loss)
-        self._show(self._display.update, self._metrics.last)
+        self._show(self._display.update, self._metrics.last, self._steps.steps)
         self._track(progress.step, self._metrics.last)
 
     def show_sample(self, text: str) -> None:
@@ -360,30 +380,33 @@ class TrainingRun:
         self._show(self._display.show_sample, text)
         self._track(self._metrics.last["step"], {"sample": text})
 
-    def _show(self, show: Callable[[Any], None], what: Any) -> None:
+    def _show(self, show: Callable[..., None], *what: Any) -> None:
         """Show something. An output that is gone is a request to stop, before which the run is
         saved: Ctrl-C ends `tee`, too, and a terminal closes before its signal comes."""
         try:
-            show(what)
+            show(*what)
         except OSError as error:
             self._unshown = error
 
     def save(self, progress: Progress) -> None:
         """Start to save a checkpoint."""
+        if self._plan is not None:
+            self._plan.keep(self._folder, self._steps.steps)
         self._saver.save(progress, self._metrics)
 
     def finish(self, split: Split) -> None:
         """Wait until everything is saved; then write the result, draw the curves, and say what to
         do next. After a signal: exit with its code, and say how to resume."""
         self._loop.close()
-        training, step, ending = self.config.training, self._saver.step, self._ending
-        if step < training.steps:
+        step, steps, ending = self._saver.step, self._steps.steps, self._ending
+        if step < steps:
             if self._unshown is not None and not self._stop.requested:
                 raise self._unshown
-            log(f"stopped at step {step} of {training.steps}. {ending.resume_hint()}")
+            log(f"stopped at step {step} of {steps}. {ending.resume_hint()}")
             sys.exit(128 + self._signal)
         last, best, seconds = self._metrics.last, self._metrics.best, self._metrics.seconds
         best_val_loss = last["val_loss"] if best is None else best.val_loss
+        kept = {} if self._plan is None else self._plan.promise
         ending.save_result(
             {
                 "best_val_loss": best_val_loss,
@@ -397,7 +420,8 @@ class TrainingRun:
                 "corpus": self.corpus.name,
                 "corpus_characters": split.characters,
                 "corpus_sha256": split.sha256,
-                "seed": training.seed,
+                "seed": self.config.training.seed,
+                **kept,
             }
         )
         if not is_main_process():
@@ -417,6 +441,7 @@ class TrainingRun:
             f"best validation loss {best_val_loss:.4f} nats per token "
             f"({split.bits_per_byte(best_val_loss):.4f} bits per byte) "
             f"after {seconds:.0f} s\n"
-            f"weights, metrics and curves are in {self.path}; now try\n"
+            + ("" if self._plan is None else f"{self._plan.verdict(last['val_loss'], seconds)}\n")
+            + f"weights, metrics and curves are in {self.path}; now try\n"
             f"    {shlex.join(command)}"
         )

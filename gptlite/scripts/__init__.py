@@ -10,6 +10,7 @@ SCRIPTS = {
     "train": "Train a language model.",
     "sample": "Generate text with a trained model.",
     "compare": "Train variants of a model from several seeds, and test which differences are real.",
+    "forecast": "Say what a larger model will reach on a text, before it is trained.",
     "serve": "Serve a trained model: a page for browsers, and OpenAI's API.",
     "export": "Write a model in Hugging Face's format.",
     "check-block": "Check a block of your own.",

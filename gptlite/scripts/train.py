@@ -30,7 +30,7 @@ def train(arguments: gl.TrainArguments) -> None:
 
         # Loop: after every few steps, log, save, or stop.
         for progress in gl.fit(state, steps, batches, start=run.position):
-            stop, save = run.requests()
+            stop, save = run.requests(progress)
             if progress.log_due:
                 run.log(progress, evaluate.after(progress) if progress.evaluation_due else None)
             if progress.evaluation_due or save or stop:

@@ -44,8 +44,8 @@ def test_a_run_whose_output_is_gone_is_saved(error, place, monkeypatch):
     """Of a pipe whose reader has ended, and of a terminal that was closed."""
     update = Display.update
 
-    def gone(display, line):
-        update(display, line)
+    def gone(display, line, steps):
+        update(display, line, steps)
         if line["step"] == 44:  # a line without a save
             raise error
 

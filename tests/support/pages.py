@@ -15,7 +15,13 @@ from unittest import mock
 import tyro
 from conftest import PLAY, ROOT, TEXT, run_script
 
-from gptlite.cli import parse_comparison, parse_sample, parse_serve, parse_train
+from gptlite.cli import (
+    parse_comparison,
+    parse_forecast,
+    parse_sample,
+    parse_serve,
+    parse_train,
+)
 from gptlite.research.lab import parse_try
 from gptlite.scripts.estimate import parse_estimate
 
@@ -66,6 +72,11 @@ RULES: dict[str, str | None] = {
         "--model.n-layers 1 --model.n-heads 2 --model.d-model 16 --model.context-length 16 "
         "--training.steps 3 --data.corpus text.txt --data.tokenizer byte"
     ),
+    "gptlite train --minutes": (
+        "--minutes 0.1 --data.corpus text.txt --model.context-length 16 --training.sample-tokens 0"
+    ),
+    # It trains a dozen models; see tests/planning/test_forecast.py.
+    "gptlite forecast": None,
     "gptlite train --model.n-layers 4": TRAIN.replace("n-layers 1", "n-layers 4"),
     "gptlite train": TRAIN,
     "gptlite sample": "--max-new-tokens 5",
@@ -100,6 +111,7 @@ RULES: dict[str, str | None] = {
     "python benchmarks/token_scan.py": "--rounds 1",
     "python benchmarks/states.py operator": "--seq 64 --rounds 1",
     "python benchmarks/states.py": "--mixers full linear --contexts 256 --read 100 --rounds 1",
+    "python benchmarks/forecasts.py": None,  # of ladders, which take half an hour each
     "python benchmarks/transfer.py": "--widths 64 --depths 2 --steps 10",
     "python tests/soak/kill_loop.py": "--kills 2",
     "python tests/soak/processes.py": "--kills 1",
@@ -130,6 +142,7 @@ PARSERS: dict[str, Callable[[list[str]], Any]] = {
     "sample": parse_sample,
     "serve": parse_serve,
     "compare": parse_comparison,
+    "forecast": parse_forecast,
     "estimate": parse_estimate,
     "gptlite.research.lab": lambda words: parse_try(words[1:]),
 }
@@ -198,7 +211,7 @@ def make_files(folder: Path) -> None:
     (folder / "stories").mkdir()
     for split in ("train", "validation"):
         (folder / "stories" / f"{split}.jsonl").write_text(json.dumps({"text": TEXT}))
-    scripts = ("train.py", "sample.py", "serve.py", "compare.py")
+    scripts = ("train.py", "sample.py", "serve.py", "compare.py", "forecast.py")
     for name in (*scripts, "benchmarks", "examples", "tests"):
         (folder / name).symlink_to(ROOT / name)
 
