@@ -54,8 +54,8 @@ FILE = "plan.json"
 ENOUGH = 3.0
 # Steps to begin with, at least. Where there is time for fewer, that is seen after two of them.
 LEAST = 100
-# Tokens of the first pilot.
-FIRST = 2**18
+# Tokens of the first pilot, and the fewest steps of any.
+FIRST, STEPS = 2**18, 20
 # The share of the time that the steps of a second pilot take, and that all that comes before the
 # run itself may take, if there is a second one.
 PILOT, PILOTS = 0.03, 0.1
@@ -216,6 +216,8 @@ class _Pilots:
         self._mesh = make_mesh(**vars(config.mesh))
         self._rows = self._mesh.shape["data"] * self._mesh.shape["fsdp"]
         self._unique = len(split.train)
+        # Of the first steps, which tell no speed, there are a few.
+        self._fewest = max(FIRST, STEPS * self._rows * config.model.context_length)
         self._measured = itertools.count()
 
     def steps_alone(self) -> Config:
@@ -236,7 +238,7 @@ class _Pilots:
 
     def choose(self) -> tuple[Config, Rung, Forecast]:
         """The config with what the recipe chooses, its rung, and what is expected of it."""
-        pilot = Rung(*SHAPES[1], FIRST)
+        pilot = Rung(*SHAPES[1], self._fewest)
         while True:
             before = self._used()
             loss, speed = self._train(pilot)
@@ -274,7 +276,7 @@ class _Pilots:
         """Tokens that a rung of the size of `rung` reads in so many seconds, when `pilot` reads
         `speed` tokens a second, each with its parameters."""
         n, of_pilot = self._parameters(rung), self._parameters(pilot)
-        return max(FIRST, int(seconds * speed * of_pilot / n))
+        return max(self._fewest, int(seconds * speed * of_pilot / n))
 
     def _best(self, pilot: Rung, loss: float, speed: float, seconds: float) -> Rung:
         """The rung that is expected to reach the lowest loss in so many seconds."""
